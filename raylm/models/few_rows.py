@@ -78,21 +78,25 @@ _Run = Callable[[Tensor, list[Tensor], list[Tensor], LayerInput], None]
 
 
 def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str:
-    """What runs the layers, and how many rows at most; or why nothing does."""
+    """What runs the layers, and how many rows at most; or why nothing does. The same on all ranks."""
     arch, table = build.arch, _rotary_table(build)
-    of_experts = isinstance(arch.layers[0].mlp, ExpertsSpec)
-    products = _read_mixture(layers, build.dtype) if of_experts else _read(_products(layers), build.dtype)
-    if products is None:
-        dtype = dtype_name(build.dtype)
-        return f"it reads weights of {dtype} or one kind of codes, all alike, and routers of {dtype}, and not these"
     heads = layers[0].get_submodule("self_attn.qkv_proj")
     assert isinstance(heads, QKVParallelLinear)
-    weights = _layer_weights(arch, layers, products, heads.num_heads)
     num_kv_heads = heads.num_kv_heads
-    taken = ops.few_layers_rows(weights, num_kv_heads=num_kv_heads, head_dim=arch.head_dim)
-    taken = agree_on_min(taken, build.context)  # ranks may have shares of different sizes
-    if taken == 0:
-        return f"there is no such kernel for these sizes on {build.context.device}"
+    of_experts = isinstance(arch.layers[0].mlp, ExpertsSpec)
+    products = _read_mixture(layers, build.dtype) if of_experts else _read(_products(layers), build.dtype)
+    weights = None if products is None else _layer_weights(arch, layers, products, heads.num_heads)
+    most = 0
+    if weights is not None:
+        split_codes = bool(weights.scales) and build.context.tensor_size > 1
+        taken = ops.few_layers_rows(weights, num_kv_heads=num_kv_heads, head_dim=arch.head_dim)
+        most = min(taken, _FASTER_WITH_SPLIT_CODES if split_codes else _FASTER_ON_GPUS)
+    most = agree_on_min(most, build.context)  # a rank's share may be of another size, or kept in another form
+    if weights is None:
+        dtype = dtype_name(build.dtype)
+        return f"it reads weights of {dtype} or one kind of codes, all alike, and routers of {dtype}, and not these"
+    if most == 0:
+        return f"there is no such kernel for these sizes on {build.context.device}, or for another rank's weights"
     cells, counters = ops.few_layers_memory(weights, num_kv_heads=num_kv_heads)
     reducer = build.context.reducer
 
@@ -103,8 +107,7 @@ def _on_gpu(build: Build, layers: Sequence[nn.Module]) -> tuple[_Run, int] | str
             *(table, cells, counters, reducer.cells if reducer else None),
         )
 
-    split_codes = weights.scales and build.context.tensor_size > 1
-    return run, min(taken, _FASTER_WITH_SPLIT_CODES if split_codes else _FASTER_ON_GPUS)
+    return run, most
 
 
 class _Read(NamedTuple):
@@ -178,8 +181,12 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
         return reason
     if context.pipeline_size > 1:
         return "the model is split into stages"
-    if context.tensor_size > 1 and (context.reducer is None or context.reducer.cells is None):
-        return "the model is split over devices that do not read each other's memory"
+    if context.tensor_size > 1:
+        peers = context.reducer.cells if context.reducer else None
+        if peers is None:
+            return "its ranks share no memory (parallel.custom_all_reduce, runtime.deterministic, or other hosts)"
+        if peers.capacity < ops.peer_cells_bytes(arch.hidden_size, context.tensor_size):
+            return "its rows are longer than the served model's, for which its ranks share memory"
     if arch.norm != "rms" or arch.alibi or arch.o_bias or mlp.bias or arch.attention_soft_cap:
         return "it knows RMS norms, rotary embeddings and plain scores only, and no bias of o_proj and the MLP"
     if arch.sinks:

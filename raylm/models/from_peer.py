@@ -129,7 +129,8 @@ NCCL = Wires()
 
 
 class WeightSender:
-    """The side that holds the weights. It only reads them, on a stream of its own, so steps may run meanwhile."""
+    """The side that holds the weights. It only reads them, on a stream of its own, so steps may run meanwhile; but one
+    kernel for all layers needs the whole GPU, and waits until nothing is being sent."""
 
     def __init__(self, model: DecoderModel, checkpoint: str, *, wires: Wires = NCCL) -> None:
         """`checkpoint` is the digest of what `model` was loaded from."""

@@ -25,7 +25,7 @@ class Reducer(Protocol):
 
     @property
     def cells(self) -> PeerCells | None:
-        """Where the ranks hand each other parts of few rows that one kernel takes through all layers."""
+        """Windows in which ops.few_layers sums over the ranks; None where there are none."""
 
     def takes(self, x: Tensor) -> bool: ...
 

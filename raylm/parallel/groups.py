@@ -72,8 +72,8 @@ def connect(
     """Join the others and make the groups. Every rank calls this once; it waits for all of them, up to `timeout_s`.
 
     Collectives wait up to `timeout_s` too: that ranks load for different lengths of time is no fault. `split` names
-    the norms that tensor ranks may split between them, `hidden_size` the rows that they may take through all layers in
-    one kernel (0: none). With `deterministic` no kernel sums that picks an order by size.
+    the norms that tensor ranks may split between them, `hidden_size` the length of the rows that they may take through
+    all layers in one kernel (0: none). With `deterministic` no kernel sums that picks an order by size.
     """
     host, _, port = seat.meeting_point.rpartition(":")
     timeout = timedelta(seconds=timeout_s)
@@ -134,7 +134,7 @@ def _reducer(
     """The kernels for sums and norms, where the GPUs of the tensor `group` (gloo) can run them."""
     if group is None:
         return None
-    reducer, reason = connect_peers(group, device, limit_s=timeout_s, split=split, cells_of=hidden_size)
+    reducer, reason = connect_peers(group, device, limit_s=timeout_s, split=split, cells_hidden_size=hidden_size)
     logger.info("sums over tensor ranks: %s (%s)", "raylm's kernel and NCCL" if reducer else "NCCL", reason)
     return reducer
 

@@ -173,14 +173,14 @@ def connect_peers(
     limit_s: float,
     limits: SizeLimits | None = None,
     split: SplitLimits | None = None,
-    cells_of: int = 0,
+    cells_hidden_size: int = 0,
 ) -> tuple[PeerReducer | None, str]:
     """A reducer over the ranks of `group` (gloo), each of which calls this with its GPU; or None on all, and why.
 
     A rank that waits in a sum for another one longer than `limit_s` seconds fails: it has to cover the time by which
-    one rank may lag behind, as in a warm-up. Each rank allocates twice `limits.most` bytes, and twice the capacity of
-    `split` and of the cells for rows of `cells_of` elements. Without `split`, or where that memory is not to be had, no
-    norm is split, and likewise without `cells_of` there are no cells.
+    one rank may lag behind, as in a warm-up. Each rank allocates twice `limits.most` bytes, twice the capacity of
+    `split`, and cells for rows of `cells_hidden_size` elements. Without `split`, or where that memory is not to be had,
+    no norm is split; likewise there are no cells.
     """
     ranks = dist.get_world_size(group)
     limits = limits or SizeLimits.measured(ranks)
@@ -196,8 +196,8 @@ def connect_peers(
         else:
             splits = (split, others)
             reason = f"{reason}; norms of {split.least_rows} to {split.most_rows} rows are split"
-    if cells_of:
-        cells, problem = connect_windows(group, device, ops.peer_cells_bytes(cells_of, ranks))
+    if cells_hidden_size:
+        cells, problem = connect_windows(group, device, ops.peer_cells_bytes(cells_hidden_size, ranks))
         if cells is None:
             reason = f"{reason}; few rows go layer by layer: {problem}"
     return PeerReducer(windows, limits=limits, limit_s=limit_s, split=splits, cells=cells), reason

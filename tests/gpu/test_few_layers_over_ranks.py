@@ -154,7 +154,9 @@ def _connect(rank: int, hidden: int) -> PeerReducer:
     group = dist.group.WORLD
     assert group is not None
     limits = SizeLimits(64 << 10, 0)
-    reducer, reason = connect_peers(group, torch.device("cuda", rank), limit_s=30.0, limits=limits, cells_of=hidden)
+    reducer, reason = connect_peers(
+        group, torch.device("cuda", rank), limit_s=30.0, limits=limits, cells_hidden_size=hidden
+    )
     assert reducer is not None and reducer.cells is not None, reason
     return reducer
 

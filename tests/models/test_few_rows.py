@@ -156,6 +156,21 @@ def test_tokens_of_no_sequence_keep_layers_apart(decode_layers: Mock, tmp_path: 
         assert decode_layers.called == (tokens == 1)
 
 
+def test_ranks_agree_on_how_many_rows(few_layers: Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank whose weights are kept in a form of its own tells the others, which may have a kernel for theirs."""
+    said: list[int] = []
+
+    def least(value: int, _: ParallelContext) -> int:
+        said.append(value)
+        return 0
+
+    monkeypatch.setattr(few_rows, "agree_on_min", least)
+    tokens_of(load(checkpoints.llama(tmp_path)))
+    monkeypatch.setattr(few_rows, "_read", lambda *_: None)
+    tokens_of(load(checkpoints.llama(tmp_path)))
+    assert said == [2, 0] and not few_layers.called
+
+
 def test_why_not(tmp_path: Path) -> None:
     model = load(checkpoints.llama(tmp_path))
     arch, single = model.arch, ParallelContext.single(CPU)
@@ -163,9 +178,13 @@ def test_why_not(tmp_path: Path) -> None:
     assert why_not(arch, gpu, 32) is None and why_not(arch, single, 24) is None
     assert why_not(arch, gpu, 24) == "cache.block_size is 24; allowed: powers of two from 16 on"
     tensor, stages = ParallelContext(0, 0, 2, 0, 1, CPU), ParallelContext(0, 0, 1, 0, 2, CPU)
-    apart = "the model is split over devices that do not read each other's memory"
+    apart = "its ranks share no memory (parallel.custom_all_reduce, runtime.deterministic, or other hosts)"
     assert why_not(arch, tensor, 16) == why_not(arch, replace(tensor, reducer=Mock(cells=None)), 16) == apart
-    assert why_not(arch, replace(tensor, reducer=Mock()), 16) is None
+    peers = ops.PeerCells(torch.zeros(2), 0, ops.peer_cells_bytes(arch.hidden_size, 2), 1.0)
+    tensor = replace(tensor, reducer=Mock(cells=peers))
+    assert why_not(arch, tensor, 16) is None
+    longer = "its rows are longer than the served model's, for which its ranks share memory"
+    assert why_not(replace(arch, hidden_size=2 * arch.hidden_size), tensor, 16) == longer
     assert why_not(arch, stages, 16) == "the model is split into stages"
     assert why_not(replace(arch, sinks=True), single, 16) == "its attention has no sinks"
     first, *others = arch.layers

@@ -60,11 +60,11 @@ def test_a_split_norm_s_window_has_the_other_ranks_shares() -> None:
 
 @pytest.mark.parametrize(("stages", "splits"), [(1, True), (2, False)])
 def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage hands on its whole residual; with split norms no rank would have it."""
-    given: list[SplitLimits | None] = []
+    """A stage hands on its whole residual; with split norms no rank would have it. Nor has it cells for few rows."""
+    given: list[tuple[SplitLimits | None, int]] = []
 
-    def connected(*_: object, split: SplitLimits | None, **__: object) -> tuple[None, str]:
-        given.append(split)
+    def connected(*_: object, split: SplitLimits | None, cells_hidden_size: int, **__: object) -> tuple[None, str]:
+        given.append((split, cells_hidden_size))
         return None, "only asked"
 
     monkeypatch.setattr(groups, "connect_peers", connected)
@@ -73,8 +73,8 @@ def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(groups, name, lambda *_, **__: object())
     limits, seat = SplitLimits(8192, 8192), Seat(0, "127.0.0.1", "127.0.0.1:1")
     parallel = ParallelConfig(tensor=2, pipeline=stages)
-    context = groups.connect(parallel, seat, torch.device("cuda"), timeout_s=1.0, split=limits)
-    assert context.reducer is None and given == [limits if splits else None]
+    context = groups.connect(parallel, seat, torch.device("cuda"), timeout_s=1.0, split=limits, hidden_size=64)
+    assert context.reducer is None and given == [(limits, 64) if splits else (None, 0)]
 
 
 def test_parts_of_a_gpu_sum_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@
 
 #include "raylm/cuda/few_attention.cuh"
 #include "raylm/cuda/few_fetcher.cuh"
+#include "raylm/cuda/few_ranks.cuh"
 #include "raylm/cuda/order.cuh"
 
 namespace raylm::cuda {

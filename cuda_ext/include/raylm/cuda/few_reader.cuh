@@ -2,7 +2,7 @@
 // values come by.
 #pragma once
 
-#include "raylm/cuda/few_ranks.cuh"
+#include "raylm/cuda/peer.cuh"
 #include "raylm/cuda/pipeline/ring.cuh"
 #include "raylm/cuda/skinny_linear.cuh"
 #include "raylm/cuda/tile/numbers.cuh"

@@ -2,7 +2,7 @@
 //
 // Each rank has a window: counters and flags, then two slots for data. In call n of a kernel for small sums, block b of
 // each rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
-// (peer_split_norm.cuh uses windows of its own otherwise, and says how.)
+// (peer_split_norm.cuh and few_ranks.cuh use windows of their own otherwise, and say how.)
 //
 // Why a staged value is the one that a peer reads: all threads of a block stage, bar.sync orders that before the
 // release at system scope by which one thread raises the peer's flag; the peer's thread sees the flag by an acquire at
@@ -22,7 +22,7 @@
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing waits for a whole grid: a block needs only its peers of the same index, and other kernels on a GPU end some time
+// Nothing but few_layers.cuh waits for a whole grid: a block needs only its peers of the same index, and other kernels on a GPU end some time
 // and leave it room. A grid has at most 128 blocks, one wave on a chip with as many multiprocessors; with fewer, progress
 // relies on blocks starting in the order of their index, as they do, though CUDA does not promise it. A kernel launched
 // early beside this one takes no place that this one needs: it starts when all blocks of this one run.
@@ -39,7 +39,7 @@ constexpr int kWindowBlocks = 128;  // of any call
 constexpr int kMeetings = 8;        // of one call, at most
 
 struct PeerHeader {
-  uint64_t calls[kWindowBlocks];                              // ended, by this rank's blocks; nobody else looks
+  uint64_t calls[kWindowBlocks];  // ended, by this rank's blocks (few_ranks.cuh: layers); nobody else looks
   alignas(128) uint64_t flags[kMeetings][kWindowBlocks][16];  // [..][rank that raises it]: a line a block
 };
 static_assert(sizeof(PeerHeader) % 128 == 0 && kMaxPeers <= 16);

@@ -4,7 +4,7 @@
 // memory for its whole life. One of its threads fetches W and runs ahead, also into the next tiles; four warps multiply by
 // wgmma, with W as its A operand, 64 rows, and x, padded to Rows, as its B operand. Each block has a share of x's rows, of
 // which the others send it their sums of a tile, thread by thread, to its shared memory; it adds them in the blocks' order,
-// and writes them, after it has multiplied the next tile, so that no block waits for another one. A row's result depends
+// and writes them, after it has multiplied the next tile, so that a block rarely waits for another one. A row's result depends
 // neither on the rows beside it nor on timing.
 #pragma once
 
@@ -38,7 +38,7 @@ struct SplitLinearParams {
 };
 
 struct SplitBarriers {
-  uint64_t full[kSplitStages], empty[kSplitStages], sent[2];
+  uint64_t full[kSplitStages], empty[kSplitStages], received[2];
 };
 
 // A block's dynamic shared memory: stages of W, its part of x, what the cluster's blocks send of two tiles.
@@ -48,17 +48,17 @@ struct SplitLayout {
   static constexpr int kShare = Rows / Cluster;             // of x's rows
   static constexpr int kEights = kShare < 8 ? 1 : kShare / 8;  // of them; a share may be part of eight rows
   static constexpr int kSenderBytes = kEights * 128 * 16;      // 4 sums a thread and eight
-  static constexpr int kSentBytes = Cluster > 1 ? Cluster * kSenderBytes : 0;
-  uint32_t stages, x, sent;
+  static constexpr int kReceivedBytes = Cluster > 1 ? Cluster * kSenderBytes : 0;
+  uint32_t stages, x, received;
 
   __device__ SplitLayout(const unsigned char* memory, int block_steps) {
     stages = (shared_address(memory) + 1023) / 1024 * 1024;
     x = stages + kSplitStages * kSplitStageBytes;
-    sent = x + block_steps * kStepBytes;
+    received = x + block_steps * kStepBytes;
   }
 
   static constexpr int bytes(int block_steps) {
-    return 1024 + kSplitStages * kSplitStageBytes + block_steps * kStepBytes + 2 * kSentBytes;
+    return 1024 + kSplitStages * kSplitStageBytes + block_steps * kStepBytes + 2 * kReceivedBytes;
   }
 };
 
@@ -70,14 +70,14 @@ struct SplitBlock {
   static constexpr int kSums = Rows / 2;  // of a thread
   const SplitLinearParams<T>& params;
   const Layout at;
-  const uint32_t full, empty, sent;
+  const uint32_t full, empty, received;
   const int rank = cluster_rank();
   const int from = min(rank * params.block_steps, params.steps);
   const int steps = min(params.block_steps, params.steps - from);
 
   __device__ SplitBlock(const SplitLinearParams<T>& p, const unsigned char* memory, SplitBarriers& barriers)
       : params(p), at(memory, p.block_steps), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)), sent(shared_address(barriers.sent)) {}
+        empty(shared_address(barriers.empty)), received(shared_address(barriers.received)) {}
 
   __device__ int first_tile() const { return blockIdx.x / Cluster; }
   __device__ int tile_step() const { return gridDim.x / Cluster; }
@@ -107,7 +107,7 @@ struct SplitBlock {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4);
     }
-    for (int i = 0; i < 2; ++i) barrier_init(sent + 8 * i, 1);
+    for (int i = 0; i < 2; ++i) barrier_init(received + 8 * i, 1);
     barrier_init_done();
     for (int i = 0; i < 2; ++i) expect_sums(i);
     if (!params.early) wait_for_dependencies();
@@ -140,7 +140,9 @@ struct SplitBlock {
       for (float& sum : sums) sum = 0;
       sum_tile(sums, ring);
       if (count > 0) add(count - 1, kept);
-      // All blocks have added the tile before the last one: where they get this one's was its.
+      // Before a warp of another block sent what it has of tile count - 1, it added tile count - 2: the memory that this
+      // one's sums go to is free. All lanes have seen that.
+      __syncwarp();
       if constexpr (Cluster > 1) send(count, sums);
       if (count > 0) write(tile - tile_step(), kept);
       keep(sums, kept);
@@ -176,12 +178,12 @@ struct SplitBlock {
   // Where this block gets those from that `sender` has of the eight, of its tile number `count`.
   __device__ uint32_t place(int count, int sender, int eight) const {
     const int of_sender = eight % Layout::kEights * 128 + static_cast<int>(threadIdx.x);
-    return at.sent + count % 2 * Layout::kSentBytes + sender * Layout::kSenderBytes + of_sender * 16;
+    return at.received + count % 2 * Layout::kReceivedBytes + sender * Layout::kSenderBytes + of_sender * 16;
   }
 
   __device__ void expect_sums(int which) const {
     constexpr int kBytes = (Cluster - 1) * Layout::kSenderBytes * (Layout::kShare < 8 ? Layout::kShare : 8) / 8;
-    if constexpr (Cluster > 1) barrier_arrive_expecting(sent + 8 * which, kBytes);
+    if constexpr (Cluster > 1) barrier_arrive_expecting(received + 8 * which, kBytes);
   }
 
   __device__ __forceinline__ void send(int count, const float (&sums)[kSums]) const {
@@ -189,7 +191,7 @@ struct SplitBlock {
     for (int i = 0; i < Rows / 8; ++i) {
       const float* four = sums + 4 * i;
       if (owner(i) == rank) continue;
-      store_shared_at(place(count, rank, i), sent + 8 * (count % 2), owner(i),
+      store_shared_at(place(count, rank, i), received + 8 * (count % 2), owner(i),
                       make_float4(four[0], four[1], four[2], four[3]));
     }
   }
@@ -208,7 +210,7 @@ struct SplitBlock {
   // All blocks' sums of this block's share of its tile number `count`, in their order.
   __device__ __forceinline__ void add(int count, float (&kept)[Layout::kEights][4]) const {
     if constexpr (Cluster > 1) {
-      barrier_wait_acquiring(sent + 8 * (count % 2), count / 2 & 1);
+      barrier_wait_acquiring(received + 8 * (count % 2), count / 2 & 1);
       if (threadIdx.x == 0) expect_sums(count % 2);
 #pragma unroll
       for (int i = 0; i < Layout::kEights; ++i) {

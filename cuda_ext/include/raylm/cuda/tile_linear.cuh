@@ -66,15 +66,13 @@ struct TileShape {
   static constexpr int kKeptTall = kKeepsRows ? kTall / kSplit : kTall;
   static constexpr int kKeptSums = kKeepsRows ? kSums : kSums / kSplit;
   static constexpr int kSenders = 128 * kGroups * (kRows < 64 ? kRows : 64) / 64;  // threads that have rows
-  static constexpr int kSentBytes = kSplit > 1 ? kKeptTall * kKeptSums * kSenders * 4 : 0;
+  static constexpr int kReceivedBytes = kSplit > 1 ? kKeptTall * kKeptSums * kSenders * 4 : 0;
   static constexpr int kBlocks = kRows <= 64 ? 2 : 1;  // of a multiprocessor, where shared memory has room
-  // Of what stands with W's rows: of two tiles, each group's own, scales and biases.
-  static constexpr int kFactsBytes = 2 * kGroups * 2 * kGroupWidth * 4;
-  static constexpr int kFixedBytes = 1024 + kSentBytes + kFactsBytes;  // 1024: alignment
+  // Scales and biases of W's rows: of two tiles, each group's own.
+  static constexpr int kEpilogueBytes = 2 * kGroups * 2 * kGroupWidth * 4;
+  static constexpr int kFixedBytes = 1024 + kReceivedBytes + kEpilogueBytes;  // 1024: alignment
   static_assert(kTall * kSums <= 168 && kGroupWidth <= 128 && kSplit <= 2);
   static_assert(kSplit == 1 || (kAcross == 1 && kKeptSums % 4 == 0 && (kTall == 1 || kKeepsRows)));
-
-  static constexpr int shared_bytes(int stages) { return kFixedBytes + stages * kStageBytes; }
 };
 
 // Rows of a box of W: gate's and up's come apart, those of each group by themselves.
@@ -82,7 +80,7 @@ template <typename Shape, bool Gated>
 constexpr int tile_box = Gated ? Shape::kGroupWidth / 2 : Shape::kWidth;
 
 struct TileBarriers {
-  uint64_t full[kMostTileStages], empty[kMostTileStages], sent;
+  uint64_t full[kMostTileStages], empty[kMostTileStages], received;
 };
 
 // Of one block: where everything is, and its part of the work.
@@ -97,9 +95,9 @@ struct TileBlock {
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves, kGroupColumns = Shape::kGroupWidth / kHalves;  // of the result
   static constexpr int kBoxRows = tile_box<Shape, Gated>;
-  static constexpr bool kHasFacts = N::kScaled || !Gated;
+  static constexpr bool kSharesEpilogue = N::kScaled || !Gated;
   const TileParams& params;
-  const uint32_t memory, full, empty, sent;
+  const uint32_t memory, full, empty, received;
   const GateAct act;
   const int slice = Shape::kSplit > 1 ? cluster_rank() : 0;
   const int from = min(slice * params.slice_steps, params.steps);
@@ -107,7 +105,7 @@ struct TileBlock {
 
   __device__ TileBlock(const TileParams& p, const unsigned char* dynamic, TileBarriers& barriers, GateAct a)
       : params(p), memory((shared_address(dynamic) + 1023) / 1024 * 1024), full(shared_address(barriers.full)),
-        empty(shared_address(barriers.empty)), sent(shared_address(&barriers.sent)), act(a) {}
+        empty(shared_address(barriers.empty)), received(shared_address(&barriers.received)), act(a) {}
 
   // Tiles in their order: the rows below each other first, which share W.
   __device__ int first() const { return blockIdx.x / Shape::kSplit; }
@@ -125,9 +123,9 @@ struct TileBlock {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 4 * Shape::kGroups);
     }
-    if constexpr (Shape::kSplit > 1) barrier_init(sent, 1);
+    if constexpr (Shape::kSplit > 1) barrier_init(received, 1);
     barrier_init_done();
-    if constexpr (Shape::kSplit > 1) barrier_arrive_expecting(sent, Shape::kSentBytes);
+    if constexpr (Shape::kSplit > 1) barrier_arrive_expecting(received, Shape::kReceivedBytes);
   }
 
   __device__ void load_weights(int tile, int step, int i) const {
@@ -214,44 +212,44 @@ struct TileBlock {
     for (int t = 0; t < Shape::kTall; ++t) settle(sums[t]);
   }
 
-  // What a thread brings of what stands with a tile's rows of W, for all of its group, and what stands with its rows of x.
-  // It is fetched before the sums, for a load behind them takes longer than all else there.
-  struct Facts {
+  // What the epilogue reads: for all of its group a thread brings the scale and the bias of one row of W, and for itself the
+  // scales of its rows of x. It is fetched before the sums, for a load behind them takes longer than all else there.
+  struct Epilogue {
     float scale, bias;
     float of_rows[2 * Shape::kKeptTall];
   };
 
   __device__ float x_scale(int row) const { return row < params.rows ? params.x_scales[row] : 0.0f; }
 
-  __device__ __forceinline__ Facts fetch_facts(int group, int tile) const {
-    Facts facts{};
+  __device__ __forceinline__ Epilogue fetch_epilogue(int group, int tile) const {
+    Epilogue inputs{};
     const int thread = threadIdx.x % 128, of_up = thread >= kGroupColumns ? 1 : 0;
     const int column = first_column(group, tile) + thread - of_up * kGroupColumns;
     const bool there = thread < Shape::kGroupWidth && column < params.columns;
     if constexpr (N::kScaled) {
-      if (there) facts.scale = params.scales[of_up * params.columns + column];
+      if (there) inputs.scale = params.scales[of_up * params.columns + column];
 #pragma unroll
-      for (int i = 0; i < 2 * Shape::kKeptTall; ++i) facts.of_rows[i] = x_scale(first_row(group, tile, i / 2) + i % 2 * 8);
+      for (int i = 0; i < 2 * Shape::kKeptTall; ++i) inputs.of_rows[i] = x_scale(first_row(group, tile, i / 2) + i % 2 * 8);
     }
     if constexpr (!Gated) {
-      if (there && params.bias) facts.bias = to_float(static_cast<const T*>(params.bias)[column]);
+      if (there && params.bias) inputs.bias = to_float(static_cast<const T*>(params.bias)[column]);
     }
-    return facts;
+    return inputs;
   }
 
   // Where the other block's sums come to.
   __device__ uint32_t sums_area() const { return memory + params.stages * Shape::kStageBytes; }
 
   // Of a group, where all its threads find them. Tiles take turns, so that none is written while another thread reads it.
-  __device__ uint32_t facts_area(int group, int turn) const {
-    return sums_area() + Shape::kSentBytes + (turn % 2 * Shape::kGroups + group) * 2 * Shape::kGroupWidth * 4;
+  __device__ uint32_t epilogue_area(int group, int turn) const {
+    return sums_area() + Shape::kReceivedBytes + (turn % 2 * Shape::kGroups + group) * 2 * Shape::kGroupWidth * 4;
   }
 
-  __device__ __forceinline__ void share_facts(const Facts& facts, uint32_t area) const {
+  __device__ __forceinline__ void share_epilogue(const Epilogue& inputs, uint32_t area) const {
     const int thread = threadIdx.x % 128;
     if (thread >= Shape::kGroupWidth) return;
-    if constexpr (N::kScaled) store_shared(area + thread * 4, facts.scale);
-    if constexpr (!Gated) store_shared(area + (Shape::kGroupWidth + thread) * 4, facts.bias);
+    if constexpr (N::kScaled) store_shared(area + thread * 4, inputs.scale);
+    if constexpr (!Gated) store_shared(area + (Shape::kGroupWidth + thread) * 4, inputs.bias);
   }
 
   // Of two rows of W beside each other, a tile's or a group's.
@@ -280,7 +278,7 @@ struct TileBlock {
     return static_cast<T*>(params.out) + static_cast<int64_t>(row) * params.columns + column;
   }
 
-  // What stands with this thread's two rows of W of the eight that begin at this column of the group's.
+  // Scales and biases of this thread's two rows of W, of the eight that begin at this column of the group's.
   struct Pair {
     float2 scales, of_up, biases;
   };
@@ -302,7 +300,7 @@ struct TileBlock {
   // Four lanes of a row exchange their pairs of columns, so that each stores 8 columns; of what is left of a tile's width,
   // each stores its pair.
   template <int Eights>
-  __device__ __forceinline__ void write_eights(const Kept& sums, const Facts& facts, uint32_t area, int eight, int group,
+  __device__ __forceinline__ void write_eights(const Kept& sums, const Epilogue& inputs, uint32_t area, int eight, int group,
                                                int tile) const {
     const int lane = threadIdx.x % 4, of_group = 8 * eight + (Shape::kKeepsRows ? 0 : slice * Shape::kKeptSums * 2);
     Pair pairs[Eights];
@@ -314,7 +312,7 @@ struct TileBlock {
       uint32_t packed[Eights];
 #pragma unroll
       for (int j = 0; j < Eights; ++j) {
-        packed[j] = result(sums[i / 2] + 4 * (eight + j) + i % 2 * 2, pairs[j], facts.of_rows[i]);
+        packed[j] = result(sums[i / 2] + 4 * (eight + j) + i % 2 * 2, pairs[j], inputs.of_rows[i]);
       }
       if constexpr (Eights == 4) transpose4(packed);
       const int first = first_column(group, tile) + of_group + (Eights == 4 ? 8 : 2) * lane;
@@ -327,13 +325,13 @@ struct TileBlock {
     }
   }
 
-  __device__ __forceinline__ void write_tile(const Kept& sums, const Facts& facts, uint32_t area, int group,
+  __device__ __forceinline__ void write_tile(const Kept& sums, const Epilogue& inputs, uint32_t area, int group,
                                              int tile) const {
     constexpr int kEights = Shape::kKeptSums / 4 / kHalves, kWhole = kEights / 4 * 4;
 #pragma unroll
-    for (int j = 0; j < kWhole; j += 4) write_eights<4>(sums, facts, area, j, group, tile);
+    for (int j = 0; j < kWhole; j += 4) write_eights<4>(sums, inputs, area, j, group, tile);
 #pragma unroll
-    for (int j = kWhole; j < kEights; ++j) write_eights<1>(sums, facts, area, j, group, tile);
+    for (int j = kWhole; j < kEights; ++j) write_eights<1>(sums, inputs, area, j, group, tile);
   }
 
   // Number i of what this block keeps, or sends.
@@ -354,11 +352,11 @@ struct TileBlock {
     for (int i = 0; i < kEach; i += 4) {
       const float4 four = make_float4(chosen(slice == 0, i), chosen(slice == 0, i + 1), chosen(slice == 0, i + 2),
                                       chosen(slice == 0, i + 3));
-      store_shared_at(area + i * Shape::kSenders * 4, sent, slice ^ 1, four);
+      store_shared_at(area + i * Shape::kSenders * 4, received, slice ^ 1, four);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) kept[i / Shape::kKeptSums][i % Shape::kKeptSums] = chosen(slice == 1, i);
-    barrier_wait_acquiring(sent, 0);
+    barrier_wait_acquiring(received, 0);
 #pragma unroll
     for (int i = 0; i < kEach; i += 4) {
       const float4 got = load_shared_floats(area + i * Shape::kSenders * 4);
@@ -371,18 +369,18 @@ struct TileBlock {
   __device__ __forceinline__ void compute(int group) const {
     SizedRing ring{params.stages};
     for (int tile = first(), turn = 0; tile < params.tiles; tile += stride(), ++turn) {
-      const Facts facts = fetch_facts(group, tile);
+      const Epilogue inputs = fetch_epilogue(group, tile);
       Sums sums;
       sum_tile(sums, group, ring);
-      const uint32_t area = facts_area(group, turn);
-      share_facts(facts, area);
-      if constexpr (kHasFacts) sync_some(1 + group, 128);
+      const uint32_t area = epilogue_area(group, turn);
+      share_epilogue(inputs, area);
+      if constexpr (kSharesEpilogue) sync_some(1 + group, 128);
       if constexpr (Shape::kSplit == 1) {
-        write_tile(sums, facts, area, group, tile);
+        write_tile(sums, inputs, area, group, tile);
       } else {
         Kept kept;
         exchange(sums, kept, group);
-        write_tile(kept, facts, area, group, tile);
+        write_tile(kept, inputs, area, group, tile);
       }
     }
   }

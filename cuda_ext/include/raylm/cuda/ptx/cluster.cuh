@@ -38,27 +38,7 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, int rank) {
                ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
 }
 
-// The same for ordinary writes to shared memory, also of the threads that were synchronised with this one before: another
-// block's thread sees them when it has waited by barrier_wait_acquiring.
-template <int Ranks>
-__device__ inline void barrier_arrive_releasing(uint32_t barrier, int rank) {
-  asm volatile("{\n.reg .b32 there;\n.reg .pred p;\n"
-               "setp.lt.u32 p, %1, %2;\n"
-               "@p mapa.shared::cluster.u32 there, %0, %1;\n"
-               "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}"
-               ::"r"(barrier), "r"(rank), "n"(Ranks) : "memory");
-}
-
-// A lane's part of its warp's arrivals, kWarpArrivals of them, at this barrier of every block; __syncwarp stands before.
-template <int Ranks>
-__device__ inline void barrier_arrive_lane(uint32_t barrier, int lane) {
-  if constexpr (kWarpArrivals == 1) {
-    barrier_arrive_releasing<Ranks>(barrier, lane);
-  } else {
-    for (int rank = 0; rank < Ranks; ++rank) barrier_arrive_releasing<Ranks>(barrier, rank);
-  }
-}
-
+// For what another block stored by store_shared_at: this thread sees it.
 __device__ inline void barrier_wait_acquiring(uint32_t barrier, int parity) {
   uint32_t done = 0;
   while (!done) {
