@@ -2,9 +2,9 @@
 // rank's window (peer.cuh), and adds all parts in the order of ranks, the same bits on each of them.
 //
 // A cell (ptx/cell.cuh) has a stamp that is not used twice in a window for 2^32 layers, whichever models run over it: layers
-// are counted there. It is written again in the next layer. By then it has been read: a rank sends parts of down behind gate and up, which
-// read all of o's outputs and so come behind all parts of o that it was sent; and parts of o behind q, k and v, which read
-// all of down's. Whoever sends to it has waited for those.
+// are counted there. It is written again in the next layer. By then it has been read: a rank sends parts of down behind
+// gate and up, which read all of o's outputs and so come behind all parts of o that it was sent; and parts of o behind q, k
+// and v, which read all of down's. Whoever sends to it has waited for those.
 //
 // All ranks run the same models over as many rows, in the same order.
 #pragma once
