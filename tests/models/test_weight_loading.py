@@ -179,6 +179,8 @@ def test_progress_bar_can_be_switched_off(folder: Path, capsys: pytest.CaptureFi
 class NormReducer:
     """Sums in the norm, as GPUs that read each other's memory do for few rows."""
 
+    cells: ops.PeerCells | None = None
+
     def __init__(self, ranks: ThreadedRanks, rank: int) -> None:
         self._ranks = ranks
         self._context = ParallelContext(rank, rank, 2, 0, 1, CPU)
