@@ -91,12 +91,16 @@ class PeerCells(NamedTuple):
     peer_all_reduce has them, with slots of `peer_cells_bytes`. Several models may share them."""
 
     windows: Tensor
+    """The ranks' addresses of them, int64 on the CPU."""
     rank: int
     capacity: int
+    """Bytes of a slot."""
     limit_s: float
+    """How long a rank waits for another one before it fails."""
 
 
 def peer_cells_bytes(hidden_size: int, ranks: int) -> int:
+    """Of each rank FEW_ROWS rows, with 8 bytes for two elements."""
     return ranks * FEW_ROWS * hidden_size // 2 * 8
 
 

@@ -10,19 +10,10 @@
 #pragma once
 
 #include "raylm/cuda/peer.cuh"
+#include "raylm/cuda/ptx/cell.cuh"
 #include "raylm/cuda/tile/fragments.cuh"
 
 namespace raylm::cuda {
-
-__device__ inline void store_cell_of_peer(uint2* to, uint32_t pair, uint32_t stamp) {
-  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(pair), "r"(stamp) : "memory");
-}
-
-__device__ inline uint2 load_cell_of_peer(const uint2* from) {
-  uint2 x;
-  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
-  return x;
-}
 
 // One rank's end. A slot of its window is for parts of o, the other one for those of down: [rank that sends][row][pair].
 template <typename T>

@@ -22,10 +22,10 @@
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
 // still behind.
 //
-// Nothing but few_layers.cuh waits for a whole grid: a block needs only its peers of the same index, and other kernels on a GPU end some time
-// and leave it room. A grid has at most 128 blocks, one wave on a chip with as many multiprocessors; with fewer, progress
-// relies on blocks starting in the order of their index, as they do, though CUDA does not promise it. A kernel launched
-// early beside this one takes no place that this one needs: it starts when all blocks of this one run.
+// Nothing but few_layers.cuh waits for a whole grid: a block needs only its peers of the same index, and other kernels on
+// a GPU end some time and leave it room. A grid has at most 128 blocks, one wave on a chip with as many multiprocessors;
+// with fewer, progress relies on blocks starting in the order of their index, as they do, though CUDA does not promise it.
+// A kernel launched early beside this one takes no place that this one needs: it starts when all blocks of this one run.
 #pragma once
 
 #include "raylm/cuda/ptx/grid.cuh"

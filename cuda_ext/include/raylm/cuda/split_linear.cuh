@@ -244,19 +244,16 @@ struct SplitBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of_tile = threadIdx.x / kWarp * 16 + half * 8, n = tile * kSplitTile + of_tile + lane % 4 * 2;
-        const float2 bias = bias_at(tile * kSplitTile + of_tile + lane / 4);
-        const uint32_t pair = transpose(pack<T>(kept[i][2 * half] + bias.x, kept[i][2 * half + 1] + bias.y));
+        const float bias = bias_at(tile * kSplitTile + of_tile + lane / 4);
+        const uint32_t pair = transpose(pack<T>(kept[i][2 * half] + bias, kept[i][2 * half + 1] + bias));
         T* const to = params.out + static_cast<int64_t>(row) * params.n + n;
         if (mine && n < params.n) *reinterpret_cast<uint32_t*>(to) = pair;
       }
     }
   }
 
-  // Of a row of W, for two rows of x.
-  __device__ float2 bias_at(int n) const {
-    const float bias = params.bias && n < params.n ? to_float(params.bias[n]) : 0.0f;
-    return make_float2(bias, bias);
-  }
+  // Of a row of W.
+  __device__ float bias_at(int n) const { return params.bias && n < params.n ? to_float(params.bias[n]) : 0.0f; }
 };
 
 template <typename T, int Rows, int Cluster>

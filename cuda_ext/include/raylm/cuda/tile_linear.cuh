@@ -216,7 +216,7 @@ struct TileBlock {
   // scales of its rows of x. It is fetched before the sums, for a load behind them takes longer than all else there.
   struct Epilogue {
     float scale, bias;
-    float of_rows[2 * Shape::kKeptTall];
+    float x_scales[2 * Shape::kKeptTall];
   };
 
   __device__ float x_scale(int row) const { return row < params.rows ? params.x_scales[row] : 0.0f; }
@@ -229,7 +229,7 @@ struct TileBlock {
     if constexpr (N::kScaled) {
       if (there) inputs.scale = params.scales[of_up * params.columns + column];
 #pragma unroll
-      for (int i = 0; i < 2 * Shape::kKeptTall; ++i) inputs.of_rows[i] = x_scale(first_row(group, tile, i / 2) + i % 2 * 8);
+      for (int i = 0; i < 2 * Shape::kKeptTall; ++i) inputs.x_scales[i] = x_scale(first_row(group, tile, i / 2) + i % 2 * 8);
     }
     if constexpr (!Gated) {
       if (there && params.bias) inputs.bias = to_float(static_cast<const T*>(params.bias)[column]);
@@ -312,7 +312,7 @@ struct TileBlock {
       uint32_t packed[Eights];
 #pragma unroll
       for (int j = 0; j < Eights; ++j) {
-        packed[j] = result(sums[i / 2] + 4 * (eight + j) + i % 2 * 2, pairs[j], inputs.of_rows[i]);
+        packed[j] = result(sums[i / 2] + 4 * (eight + j) + i % 2 * 2, pairs[j], inputs.x_scales[i]);
       }
       if constexpr (Eights == 4) transpose4(packed);
       const int first = first_column(group, tile) + of_group + (Eights == 4 ? 8 : 2) * lane;

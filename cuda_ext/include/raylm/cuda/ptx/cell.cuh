@@ -1,6 +1,6 @@
-// Results that blocks of one grid hand each other without a fence: a cell of 8 bytes has two 16-bit elements and a stamp
-// that says of which time they are. It is written and read in one piece, so who finds the stamp has the elements (the
-// protocol "LL" of NCCL).
+// Results that blocks of one grid, or of grids on several GPUs, hand each other without a fence: a cell of 8 bytes has two
+// 16-bit elements and a stamp that says of which time they are. It is written and read in one piece, so who finds the
+// stamp has the elements (the protocol "LL" of NCCL).
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,17 @@ __device__ inline uint2 await_cells(const uint2* from, uint32_t stamp, uint4 see
 
 __device__ inline uint2 await_cells(const uint2* from, uint32_t stamp) {
   return await_cells(from, stamp, load_cells(from));
+}
+
+// The same of one cell, for blocks of other GPUs.
+__device__ inline void store_cell_of_peer(uint2* to, uint32_t pair, uint32_t stamp) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(pair), "r"(stamp) : "memory");
+}
+
+__device__ inline uint2 load_cell_of_peer(const uint2* from) {
+  uint2 x;
+  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+  return x;
 }
 
 }  // namespace raylm::cuda
