@@ -98,25 +98,28 @@ def needs(
     item: int,
     weight_items: WeightItems = AS_ACTIVATIONS,
     cache_item: int | None = None,
+    ranks: int = 1,
 ) -> dict[str, Need]:
     """What a step needs at least, by kind, on one device. `item`: bytes of a weight, an activation and a cached number;
-    `cache_item`: of a cached number, where that is another.
+    `cache_item`: of a cached number, where that is another. `ranks` devices share heads, experts' and MLPs' widths and
+    the vocabulary; what their sums have to move is not counted.
 
     Products read their weights and inputs and write their outputs; attention reads queries and keys and values of its
     context and writes its outputs; the rest reads and writes activations. What stays in the second-level cache between
     two kernels is counted like the rest: with few rows it is next to nothing.
     """
     tokens, hidden, layers = step.tokens, arch.hidden_size, arch.num_layers
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    q, kv = arch.num_heads // ranks * arch.head_dim, max(arch.num_kv_heads // ranks, 1) * arch.head_dim
     products = layers * [_Product(hidden, q + 2 * kv, tokens), _Product(q, hidden, tokens)]
     linear_item, expert_item, cache_item = weight_items.linear or item, weight_items.expert or item, cache_item or item
-    products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens)]
+    products += [product for layer in arch.layers for product in _mlp_products(layer.mlp, hidden, tokens, ranks)]
     weights = sum(
         (expert_item if product.of_experts else linear_item) * product.copies * product.k * product.n
         for product in products
     )
     flops = sum(2 * product.rows * product.k * product.n for product in products)
-    head_weights = hidden * arch.vocab_size
+    vocab = arch.vocab_size // ranks
+    head_weights = hidden * vocab
     moved = sum(product.rows * (product.k + product.n) for product in products)
     # What the activation reads and writes, which stands between the products of an MLP.
     inner = sum(product.rows * product.n for product in products[2 * layers :: 2])
@@ -127,7 +130,7 @@ def needs(
     cached = cache_item * 2 * kv * step.keys * sum(seen)
     attention = Need(cached + item * layers * 2 * q * tokens, 4 * q * step.pairs * sum(seen))
     logits = step.logit_rows
-    head = Need(item * (head_weights + logits * (hidden + arch.vocab_size)), 2 * logits * head_weights)
+    head = Need(item * (head_weights + logits * (hidden + vocab)), 2 * logits * head_weights)
     return {
         "products": Need(weights + item * moved + head.bytes, flops + head.flops),
         "attention": attention,
@@ -151,15 +154,16 @@ class _Product(NamedTuple):
     of_experts: bool = False
 
 
-def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float) -> list[_Product]:
+def _mlp_products(mlp: MLPSpec | ExpertsSpec, hidden: int, tokens: float, ranks: int) -> list[_Product]:
     """In pairs: what widens, what narrows again. Experts are chosen as if at random."""
+    size = mlp.size // ranks
     if isinstance(mlp, MLPSpec):
-        return [_Product(hidden, (1 + mlp.gated) * mlp.size, tokens), _Product(mlp.size, hidden, tokens)]
+        return [_Product(hidden, (1 + mlp.gated) * size, tokens), _Product(size, hidden, tokens)]
     touched = mlp.num_experts * (1 - (1 - mlp.per_token / mlp.num_experts) ** tokens)
     rows = tokens * mlp.per_token
-    sizes = (hidden, 2 * mlp.size), (mlp.size, hidden)
+    sizes = (hidden, 2 * size), (size, hidden)
     pair = [_Product(k, n, rows, touched, of_experts=True) for k, n in sizes]
-    return pair if mlp.shared is None else pair + _mlp_products(mlp.shared, hidden, tokens)
+    return pair if mlp.shared is None else pair + _mlp_products(mlp.shared, hidden, tokens, ranks)
 
 
 def measure_peaks(dtype: torch.dtype, *, scaled: bool = False) -> Peaks:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from raylm import ops
 from raylm.bench.cases import prompt_token_ids
@@ -33,9 +33,10 @@ from raylm.bench.roofline import (
 )
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
+from raylm.core.control import StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
-from raylm.engine.factory import local_engine
+from raylm.engine.factory import offline_engine
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
@@ -71,25 +72,43 @@ class Traced(NamedTuple):
 
 
 def trace_steps(config: EngineConfig, batches: Sequence[int], work: Work) -> list[Traced]:
-    """Run the work for as many requests as each of `batches` says, under torch's profiler.
+    """Run the work for as many requests as each of `batches` says, under torch's profiler; of tensor ranks, look at the
+    first.
 
-    Raises ConfigError where there is no GPU, or a batch is larger than the engine takes.
+    Raises ConfigError where there is no GPU, a batch is larger than the engine takes, or no worker has all layers.
     """
     limit = resolve(config, "cuda").scheduler.max_num_seqs
     if max(batches) > limit:
         raise ConfigError(f"a batch of {max(batches)} is over scheduler.max_num_seqs {limit}")
-    engine = local_engine(config, progress=False)
-    try:
-        if not engine.info.device.startswith("cuda"):
-            raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
-        arch = ArchConfig.from_source(locate(config.model.reference))
-        dtype = getattr(torch, engine.info.dtype)
-        scheme = wanted_scheme(arch, config.model, dtype)
-        peaks = measure_peaks(dtype, scaled=scheme.rounds_rows)
-        items = _weight_items(scheme)
-        return [_trace(engine, config.model.served_name, batch, work, arch, peaks, items) for batch in batches]
-    finally:
-        engine.shutdown()
+    if config.parallel.pipeline > 1:
+        raise ConfigError(f"bench trace looks at one worker, with parallel.pipeline {config.parallel.pipeline} a stage")
+    with tempfile.TemporaryDirectory() as folder:
+        runtime = config.runtime.model_copy(update={"profile_folder": folder})
+        engine = offline_engine(config.model_copy(update={"runtime": runtime}), progress=False)
+        try:
+            if not engine.info.device.startswith("cuda"):
+                raise ConfigError(f"bench trace looks at a GPU's work, but the model runs on {engine.info.device}")
+            model = _model(config, getattr(torch, engine.info.dtype))
+            return [_trace(engine, batch, work, model) for batch in batches]
+        finally:
+            engine.shutdown()
+
+
+class _Model(NamedTuple):
+    """What the work is held against."""
+
+    name: str
+    arch: ArchConfig
+    ranks: int
+    items: WeightItems
+    peaks: Peaks
+
+
+def _model(config: EngineConfig, dtype: torch.dtype) -> _Model:
+    arch = ArchConfig.from_source(locate(config.model.reference))
+    scheme = wanted_scheme(arch, config.model, dtype)
+    peaks = measure_peaks(dtype, scaled=scheme.rounds_rows)
+    return _Model(config.model.served_name, arch, config.parallel.tensor, _weight_items(scheme), peaks)
 
 
 def _weight_items(scheme: Scheme) -> WeightItems:
@@ -100,31 +119,44 @@ def _weight_items(scheme: Scheme) -> WeightItems:
     return WeightItems(1 if scheme.scales_rows else linear, expert)
 
 
-def _trace(
-    engine: Engine, model: str, batch: int, work: Work, arch: ArchConfig, peaks: Peaks, items: WeightItems
-) -> Traced:
+def _trace(engine: Engine, batch: int, work: Work, model: _Model) -> Traced:
     for attempt in range(2):  # First times are not what a trace is about.
         run_work(engine, batch, work, salt=attempt, watch=nullcontext())
     _, unprofiled = run_work(engine, batch, work, salt=2, watch=nullcontext())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-        steps, seconds = run_work(engine, batch, work, salt=3, watch=profiler)
-        profiler.export_chrome_trace(str(path))
-        spans = read_trace(json.loads(path.read_text(encoding="utf-8")))
-    result = summarize(spans, model=model, batch=batch, steps=steps, seconds=(unprofiled, seconds))
+    spans: list[Span] = []
+    steps, seconds = run_work(engine, batch, work, salt=3, watch=_recorded(engine, spans))
+    result = summarize(spans, model=model.name, batch=batch, steps=steps, seconds=(unprofiled, seconds))
     item, cache_item = (getattr(torch, name).itemsize for name in (engine.info.dtype, engine.info.cache_dtype))
-    needed = needs(arch, _shape(batch, work, steps), item=item, weight_items=items, cache_item=cache_item)
+    needed = needs(
+        model.arch,
+        _shape(batch, work, steps),
+        item=item,
+        weight_items=model.items,
+        cache_item=cache_item,
+        ranks=model.ranks,
+    )
     kinds = kind_results(
         kinds_us(spans, steps),
         needed,
-        peaks,
-        model=model,
+        model.peaks,
+        model=model.name,
         batch=batch,
         step_us=result.us_per_step,
-        layers=arch.num_layers,
+        layers=model.arch.num_layers,
     )
-    return Traced(replace(result, peaks=peaks._asdict()), kinds, spans)
+    return Traced(replace(result, peaks=model.peaks._asdict()), kinds, spans)
+
+
+@contextmanager
+def _recorded(engine: Engine, spans: list[Span]) -> Iterator[None]:
+    """Add to `spans` what the first worker's device does meanwhile. Raises ConfigError where it can't be recorded."""
+    engine.control(StartProfile())
+    yield
+    said = engine.control(StopProfile())[0]
+    if not Path(said).is_file():
+        raise ConfigError(f"bench trace has no trace: {said}")
+    with gzip.open(said, "rt", encoding="utf-8") as file:
+        spans += read_trace(json.load(file))
 
 
 def _shape(batch: int, work: Work, steps: int) -> StepShape:
@@ -137,8 +169,8 @@ def _shape(batch: int, work: Work, steps: int) -> StepShape:
 def run_work(
     engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]
 ) -> tuple[int, float]:
-    """Do the work once, the steps in question under `watch`. Returns how many they were, and their seconds, from a
-    device at rest to one at rest. `salt` makes the prompts differ."""
+    """Do the work once, the steps in question under `watch`. Returns how many they were, and their seconds. `salt`
+    makes the prompts differ."""
     max_tokens = 1 if work.prefill else _WARMUP_STEPS + work.steps + 8
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     token_ids = prompt_token_ids(engine.info.vocab_size, engine.info.eos_token_ids)
@@ -150,23 +182,17 @@ def run_work(
             engine.step()
         for _ in range(_WARMUP_STEPS):
             engine.step()
-    _rest(engine)
-    began, steps = perf_counter(), 0
     with watch:
+        # A step's results come while the device does the next one, before the first and at the last alike.
+        began, steps = perf_counter(), 0
         while engine.has_work if work.prefill else steps < work.steps:
             engine.step()
             steps += 1
-        _rest(engine)
-    seconds = perf_counter() - began
+        seconds = perf_counter() - began
     engine.abort_all()
     while engine.has_work:
         engine.step()
     return steps, seconds
-
-
-def _rest(engine: Engine) -> None:
-    if engine.info.device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:

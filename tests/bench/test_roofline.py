@@ -46,6 +46,14 @@ def test_rows_share_the_weights(llama: ArchConfig) -> None:
     assert many["attention"].bytes == 64 * one["attention"].bytes
 
 
+def test_tensor_ranks_share_all_but_what_every_one_norms(llama: ArchConfig) -> None:
+    whole, half = (needs(llama, decode_shape(1, 1000), item=2, ranks=ranks) for ranks in (1, 2))
+    assert half["products"].flops == whole["products"].flops / 2
+    assert half["attention"].bytes == whole["attention"].bytes / 2
+    assert half["activation"].bytes == whole["activation"].bytes / 2
+    assert half["norms"] == whole["norms"]
+
+
 def test_a_prompt_sees_half_of_its_square_and_samples_one_row(llama: ArchConfig) -> None:
     whole, halves = (needs(llama, prefill_shape(prompts, 4096), item=2) for prompts in (2, 1))
     assert whole["attention"].flops == 2 * halves["attention"].flops == 2 * 4 * 4096 * 32 * 4096 * 4097 / 2

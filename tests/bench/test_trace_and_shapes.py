@@ -10,7 +10,7 @@ from raylm.bench.dummy import write_dummy, write_shape
 from raylm.bench.experts import experts_touched
 from raylm.bench.shapes import SHAPES
 from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, short_name, summarize, trace_steps
-from raylm.config.engine import EngineConfig
+from raylm.config.engine import EngineConfig, ParallelConfig
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
@@ -87,6 +87,9 @@ def test_without_a_gpu_there_is_nothing_to_trace(tmp_path: Path) -> None:
         trace_steps(config, [1], Work(2, 8))
     with pytest.raises(ConfigError, match="batch of 5 is over scheduler.max_num_seqs 4"):
         trace_steps(config, [5], Work(2, 8))
+    stages = config.model_copy(update={"parallel": ParallelConfig(pipeline=2)})
+    with pytest.raises(ConfigError, match=r"looks at one worker, with parallel\.pipeline 2 a stage"):
+        trace_steps(stages, [1], Work(2, 8))
 
 
 def test_experts_that_a_step_goes_to_are_counted(tmp_path: Path) -> None:
