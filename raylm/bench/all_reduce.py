@@ -1,5 +1,5 @@
 """What a sum over the GPUs of this host costs, by size: one shot and two shots over peer memory, and NCCL; and what it
-costs with the norm that follows, by rows."""
+costs with the norm that follows, and to gather logits, by rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.bench.report import AllReduceResult, SplitNormResult
+from raylm.bench.report import AllReduceResult, GatherResult, SumNormResult
 from raylm.errors import ConfigError, RaylmError
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
 from raylm.parallel.peer_windows import MAX_RANKS
 
 Reduce = Callable[[Tensor], object]
-Results = list[AllReduceResult | SplitNormResult]
+Results = list[AllReduceResult | GatherResult | SumNormResult]
 
 DEFAULT_SIZES = [4096 << doubling for doubling in range(12)]
 """Bytes: 4 KiB to 8 MiB."""
-DEFAULT_ROWS = [512, 1024, 2048, 8192]
+DEFAULT_ROWS = [1, 32, 128, 256, 512, 1024, 2048, 8192]
 _HIDDEN = 4096
+_VOCAB = 128_256
+_MOST_LOGIT_ROWS = 1024
 _CALLS = 100
 _REPLAYS = 20
 _LIMIT_S = 60.0
@@ -82,6 +84,7 @@ def _measure(
     answer: Results | str = _sums(sizes, cpu, device)
     if isinstance(answer, list):
         answer += _norms(rows, cpu, device)
+        answer += _gathers([number for number in rows if number <= _MOST_LOGIT_ROWS], cpu, device)
     if rank == 0:
         results.put(answer)
     dist.destroy_process_group()
@@ -104,22 +107,46 @@ def _sums(sizes: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Res
 
 def _norms(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
     ranks = dist.get_world_size()
-    split = SplitLimits(max(rows), 2 * _HIDDEN, least_rows=min(rows))
-    reducer, reason = connect_peers(cpu, device, limit_s=_LIMIT_S, split=split)
-    if reducer is None:
-        raise RaylmError(reason)
+    most = max(rows)
+    once = _connected(cpu, device, SizeLimits(most * 2 * _HIDDEN, 0), None)
+    split = _connected(cpu, device, None, SplitLimits(most, 2 * _HIDDEN, least_rows=1))
     weight = torch.ones(_HIDDEN, dtype=torch.bfloat16, device=device)
     results: Results = []
     for number in rows:
         x = torch.zeros(number, _HIDDEN, dtype=torch.bfloat16, device=device)
-        if not reducer.takes_norm(x, x):
-            raise RaylmError(f"a norm of {number} rows is not split: {reason}")
-        results.append(SplitNormResult("split-norm", ranks, number, *_us(x, cpu, *_norm_ways(reducer, weight, x))))
+        results.append(SumNormResult("sum-norm", ranks, number, *_us(x, cpu, *_norm_ways(once, split, weight, x))))
+    once.close()
+    split.close()
+    return results
+
+
+def _connected(
+    cpu: dist.ProcessGroup, device: torch.device, limits: SizeLimits | None, split: SplitLimits | None
+) -> PeerReducer:
+    reducer, reason = connect_peers(cpu, device, limit_s=_LIMIT_S, limits=limits, split=split)
+    if reducer is None or (split is not None and "norms are not split" in reason):
+        raise RaylmError(reason)
+    return reducer
+
+
+def _gathers(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
+    ranks = dist.get_world_size()
+    reducer = _connected(cpu, device, None, None)
+    results: Results = []
+    for number in rows:
+        x = torch.zeros(number, _VOCAB // ranks, dtype=torch.bfloat16, device=device)
+        results.append(GatherResult("all-gather", ranks, number, *_us(x, cpu, _gathered, reducer.gather)))
     reducer.close()
     return results
 
 
-def _norm_ways(reducer: PeerReducer, weight: Tensor, x: Tensor) -> tuple[Reduce, Reduce, Reduce]:
+def _gathered(x: Tensor) -> None:
+    parts = x.new_empty(dist.get_world_size() * len(x), x.shape[1])
+    dist.all_gather_into_tensor(parts, x)
+    parts.view(-1, *x.shape).movedim(0, -2).flatten(-2)
+
+
+def _norm_ways(once: PeerReducer, split: PeerReducer, weight: Tensor, x: Tensor) -> tuple[Reduce, ...]:
     residual = torch.zeros_like(x)
 
     def behind(reduce: Reduce) -> Reduce:
@@ -129,8 +156,11 @@ def _norm_ways(reducer: PeerReducer, weight: Tensor, x: Tensor) -> tuple[Reduce,
 
         return both
 
-    apart = reducer if reducer.takes(x) else dist.all_reduce
-    return behind(dist.all_reduce), behind(apart), lambda x: reducer.add_rms_norm(x, residual, weight, 1e-6)
+    def norm(reducer: PeerReducer) -> Reduce:
+        return lambda x: reducer.add_rms_norm(x, residual, weight, 1e-6)
+
+    apart = split if split.takes(x) else dist.all_reduce
+    return behind(dist.all_reduce), behind(apart), norm(once), norm(split)
 
 
 def _us(x: Tensor, cpu: dist.ProcessGroup, *ways: Reduce) -> list[float]:

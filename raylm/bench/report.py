@@ -197,15 +197,29 @@ class AllReduceResult:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitNormResult:
+class GatherResult:
+    """A product's `rows` of 128,256 columns, which `ranks` GPUs have their parts of, on all of them: microseconds in a
+    CUDA graph."""
+
+    bench: str
+    ranks: int
+    rows: int
+    us_nccl: float
+    us_peer: float
+
+
+@dataclass(frozen=True, slots=True)
+class SumNormResult:
     """A sum of `rows` of 4,096 over `ranks` GPUs and the norm behind it, microseconds in a CUDA graph: by NCCL and a
-    norm, by the fastest sum of so many bytes and a norm, in one kernel that splits the rows."""
+    norm, by the fastest sum of so many bytes and a norm, in one kernel where every rank norms all rows, and in one
+    where each norms its share."""
 
     bench: str
     ranks: int
     rows: int
     us_nccl: float
     us_apart: float
+    us_at_once: float
     us_split: float
 
 
@@ -273,7 +287,8 @@ Result = (
     | TouchedResult
     | KindResult
     | AllReduceResult
-    | SplitNormResult
+    | GatherResult
+    | SumNormResult
     | StepsResult
     | SpeculationResult
     | StructureResult

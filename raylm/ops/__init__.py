@@ -106,6 +106,7 @@ _gather_logprobs: Callable[..., Tensor] = torch.ops.raylm.gather_logprobs.defaul
 _mask_logits: Callable[..., None] = torch.ops.raylm.mask_logits.default
 _bias_logits: Callable[..., None] = torch.ops.raylm.bias_logits.default
 _peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
+_peer_all_gather: Callable[..., Tensor] = torch.ops.raylm.peer_all_gather.default
 _peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
 _peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
 
@@ -534,6 +535,15 @@ def peer_all_reduce(
     _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
 
 
+def peer_all_gather(x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float) -> Tensor:
+    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks].
+
+    As peer_all_reduce calls are, with the same windows, for a contiguous x whose rows are a multiple of 16 bytes and at
+    most `capacity`; what has more bytes goes in parts.
+    """
+    return _peer_all_gather(x, windows, rank, capacity, limit_s)
+
+
 def peer_add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -546,8 +556,8 @@ def peer_add_rms_norm(
 ) -> Tensor:
     """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
 
-    As peer_all_reduce and add_rms_norm one after the other, for T up to 64 and rows of a multiple of 16 bytes, up to
-    32 KiB. x itself stays as it is.
+    As peer_all_reduce and add_rms_norm one after the other, for rows of a multiple of 16 bytes, up to 32 KiB. x itself
+    stays as it is.
     """
     return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 

@@ -128,6 +128,7 @@ SCHEMAS = {
     "mask_logits": "(Tensor(a!) logits, Tensor bitmask, Tensor mask_rows) -> ()",
     "bias_logits": "(Tensor(a!) logits, Tensor table_rows, Tensor ids, Tensor values, Tensor counts) -> ()",
     "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
+    "peer_all_gather": "(Tensor x, Tensor windows, int rank, int capacity, float limit_s) -> Tensor",
     "peer_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
@@ -289,6 +290,7 @@ _FAKES = {
     "mask_logits": _nothing,
     "bias_logits": _nothing,
     "peer_all_reduce": _nothing,
+    "peer_all_gather": lambda x, windows, *_: x.new_empty(x.shape[0], x.shape[1] * windows.shape[0]),
     "peer_add_rms_norm": _like,
     "peer_split_add_rms_norm": _like,
 }

@@ -35,8 +35,7 @@ def _sum_in_order(x: Tensor, context: ParallelContext) -> Tensor:
 
 
 def norm_sums(x: Tensor, context: ParallelContext) -> bool:
-    """Whether a norm takes the tensor ranks' sum of x [T, H] upon itself: few rows, or so many that each rank norms its
-    share of them."""
+    """Whether a norm takes the tensor ranks' sum of x [T, H] upon itself."""
     return context.reducer is not None and context.reducer.takes_norm(x, x)
 
 
@@ -57,7 +56,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, contex
 
 def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
     """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size]."""
-    return x if context.tensor_size == 1 else _parts(x, context).movedim(0, -2).flatten(-2)
+    if context.tensor_size == 1:
+        return x
+    if context.reducer is not None and context.reducer.takes_gather(x):
+        return context.reducer.gather(x)
+    return _parts(x, context).movedim(0, -2).flatten(-2)
 
 
 def largest(x: Tensor, context: ParallelContext) -> Tensor:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Reducer(Protocol):
-    """Sums tensors of a tensor group faster than the group's own collective, alone or as part of the norm behind.
+    """Sums tensors of a tensor group faster than the group's own collective, alone or as part of the norm behind, and
+    gathers them.
 
     Of a residual that its norm adds to, each rank may keep some rows alone up to date: those that it norms, the same in
     every norm of as many rows."""
@@ -30,6 +31,10 @@ class Reducer(Protocol):
     def takes(self, x: Tensor) -> bool: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def takes_gather(self, x: Tensor) -> bool: ...
+
+    def gather(self, x: Tensor) -> Tensor: ...
 
     def takes_norm(self, x: Tensor, residual: Tensor) -> bool: ...
 

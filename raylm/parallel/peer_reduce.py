@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from raylm import ops
 from raylm.parallel.peer_windows import SharedWindows, connect_windows
 
-MAX_NORM_ROWS = 64
 MAX_NORM_ROW_BYTES = 32 * 1024
 _KIB = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,10 +114,22 @@ class PeerReducer:
         ops.peer_all_reduce(x, windows.addresses, windows.rank, windows.capacity, self._limit_s, two_shot=two_shot)
         return x
 
+    def takes_gather(self, x: Tensor) -> bool:
+        """Whether x [T, n] can be gathered here, faster than by the process group."""
+        return (
+            x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= self.limits.most and self._reads(x) and self._has_vectors(x)
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's x [T, n] side by side: [T, n * ranks]. Only for an x that it `takes_gather`."""
+        windows = self._windows
+        return ops.peer_all_gather(x, windows.addresses, windows.rank, windows.capacity, self._limit_s)
+
     def takes_norm(self, x: Tensor, residual: Tensor) -> bool:
         """Whether add_rms_norm can do x and residual [T, H], faster than a sum and a norm."""
         return (
             self._reads(x)
+            and self._has_vectors(x)
             and (self._norms_at_once(x) or self._splits(x))
             and residual.is_contiguous()
             and residual.data_ptr() % 16 == 0
@@ -156,10 +167,12 @@ class PeerReducer:
         )
 
     def _norms_at_once(self, x: Tensor) -> bool:
-        """Whether every rank norms all rows of x, which are few."""
-        rows, row_bytes = len(x), x.shape[1] * x.itemsize
-        fits = rows <= MAX_NORM_ROWS and row_bytes <= MAX_NORM_ROW_BYTES and row_bytes % 16 == 0
-        return fits and x.nbytes <= self.limits.one_shot
+        """Whether every rank norms all rows of x: where the ranks sum it in one shot, and do not split it."""
+        return x.nbytes <= self.limits.one_shot and x.shape[1] * x.itemsize <= MAX_NORM_ROW_BYTES
+
+    def _has_vectors(self, x: Tensor) -> bool:
+        """Whether each row of x begins where 16 bytes do."""
+        return x.shape[-1] * x.itemsize % 16 == 0
 
     def _splits(self, x: Tensor) -> bool:
         """Whether each rank norms its share of the rows of x."""

@@ -64,6 +64,10 @@ def test_graphs_replay_between_eager_calls(ranks: Ranks, limits: SizeLimits) -> 
     ranks.run(_check_graphs, limits)
 
 
+def test_parts_are_gathered_between_sums(ranks: Ranks) -> None:
+    ranks.run(_check_gathers)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_norm_in_the_same_kernel(ranks: Ranks, dtype: torch.dtype) -> None:
     digests = ranks.run(_check_norms, dtype)
@@ -149,8 +153,12 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match="peer_all_reduce: limit_s is 0"):
         ops.peer_all_reduce(x, windows, 0, 256, 0.0)
     norm = (1e-6, windows, 0, 256, 1.0)
-    with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 65 rows, must have at most 64"):
-        ops.peer_add_rms_norm(torch.zeros(65, 8, device="cuda"), torch.zeros(65, 8, device="cuda"), x[:8], *norm)
+    with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 288 bytes, must have at most 256"):
+        ops.peer_add_rms_norm(torch.zeros(9, 8, device="cuda"), torch.zeros(9, 8, device="cuda"), x[:8], *norm)
+    with pytest.raises(RuntimeError, match="peer_all_gather: x has rows of 36 bytes at .*, must be a multiple of 16"):
+        ops.peer_all_gather(x[:18].view(2, 9), windows, 0, 256, 1.0)
+    with pytest.raises(RuntimeError, match="peer_all_gather: x has rows of 256 bytes, must have at most 128"):
+        ops.peer_all_gather(x.view(1, 64), windows, 0, 128, 1.0)
     with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 10 columns, must have a multiple of 4"):
         ops.peer_add_rms_norm(x[:20].view(2, 10), x[20:40].view(2, 10), x[:10], *norm)
     with pytest.raises(RuntimeError, match="must start at multiples of 16 bytes"):
@@ -260,12 +268,34 @@ def _check_graphs(rank: int, limits: SizeLimits, replays: int = 300) -> None:
         assert int(wrong) == 0
 
 
+def _check_gathers(rank: int, calls: int = 300) -> None:
+    """Also of more bytes than a window has."""
+    common, own = random.Random(0), random.Random(rank)
+    wrong, ranks = torch.zeros((), dtype=torch.int64, device="cuda"), dist.get_world_size()
+    with _reducer(rank, ONE_SHOT) as reducer:
+        for call in range(calls):
+            dtype = common.choice(DTYPES)
+            rows, vectors = common.choice([1, 2, 7, 64, 130]), common.choice([1, 3, 128, 513, 4008])
+            numel = rows * vectors * 16 // dtype.itemsize
+            parts = [_pattern(r, call, numel, dtype).view(rows, -1) for r in range(ranks)]
+            expected, x = torch.cat(parts, 1), parts[rank].contiguous()
+            assert reducer.takes_gather(x)
+            if own.random() < 0.3:
+                torch.cuda._sleep(own.randrange(200_000))  # cycles: up to 0.1 ms
+            wrong += (reducer.gather(x) != expected).any()
+            if common.random() < 0.3:
+                sums = _pattern(rank, call, 4096, dtype)
+                wrong += (reducer(sums) != _expected(call, 4096, dtype)).any()
+        assert int(wrong) == 0
+
+
 def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
     """Between calls of other kinds and sizes, so that slots and flags change hands."""
     digests = []
     with _reducer(rank, SizeLimits(2 << 20, CAPACITY)) as reducer:
         shapes = [(1, 8), (1, 4096), (3, 576), (64, 4096), (2, 8192), (17, 16_384 // (dtype.itemsize // 2)), (64, 64)]
-        for seed, (rows, hidden) in enumerate(shapes * 20):
+        shapes += [(129, 1024), (255, 2048), (256, 576), (511, 64), (300, 1032), (128, 4096), (640, 256)]
+        for seed, (rows, hidden) in enumerate(shapes * 10):
             parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(dist.get_world_size())]
             residual = _random(90, seed, rows * hidden, dtype).view(rows, hidden)
             weight, x = _random(91, seed, hidden, dtype), parts[rank].clone()
@@ -279,8 +309,10 @@ def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
             digests.append(sha256(out.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
             numel = (32, 3 << 20, 16 << 10)[seed % 3] // dtype.itemsize
             assert torch.equal(reducer(_pattern(rank, seed, numel, dtype)), _expected(seed, numel, dtype))
-        x = torch.zeros(65, 64, dtype=dtype, device="cuda")
-        assert not reducer.takes_norm(x, x) and reducer.takes_norm(x[:64], x[:64])
+        x = torch.zeros(1, (2 << 20) // dtype.itemsize, dtype=dtype, device="cuda")
+        assert reducer.takes(x) and not reducer.takes_norm(x, x), "a row is too wide"
+        odd = x.view(-1)[:144].view(16, 9)
+        assert reducer.takes(odd) and not reducer.takes_norm(odd, odd) and not reducer.takes_gather(odd)
     return digests
 
 

@@ -192,6 +192,9 @@ class NormReducer:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_reduce(x, self._context)
 
+    def takes_gather(self, x: torch.Tensor) -> bool:
+        return False
+
     def takes_norm(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         return len(x) <= 2
 

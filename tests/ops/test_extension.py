@@ -51,6 +51,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "bias_logits_kernel",
         "one_shot_all_reduce_kernel",
         "two_shot_all_reduce_kernel",
+        "peer_all_gather_kernel",
         "peer_add_rms_norm_kernel",
         "peer_split_add_rms_norm_kernel",
         "raylm_peer_allocate",

@@ -8,8 +8,7 @@ namespace {
 constexpr const char* kOp = "peer_add_rms_norm";
 
 void check_sizes(const Tensor& x, int64_t row_bytes, int64_t capacity) {
-  const int64_t rows = x.size(0), bytes = rows * row_bytes;
-  if (rows > kPeerBlocks) fail(kOp, "x has ", rows, " rows, must have at most ", kPeerBlocks);
+  const int64_t bytes = x.size(0) * row_bytes;
   if (bytes > capacity) fail(kOp, "x has ", bytes, " bytes, must have at most ", capacity, " (capacity)");
 }
 
@@ -17,7 +16,8 @@ template <typename T>
 void launch(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>;
   const int64_t each = vecs <= kPeerNormThreads ? 1 : vecs <= 2 * kPeerNormThreads ? 2 : kMostNormVecs;
-  const dim3 grid(static_cast<unsigned>(params.rows)), block(threads_for(divide_up(vecs, each), kPeerNormThreads));
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(params.rows, kWindowBlocks))),
+      block(threads_for(divide_up(vecs, each), kPeerNormThreads));
   by_ranks(peers.ranks, [&](auto most) {
     const auto kernel = each == 1   ? peer_add_rms_norm_kernel<T, most, 1>
                         : each == 2 ? peer_add_rms_norm_kernel<T, most, 2>

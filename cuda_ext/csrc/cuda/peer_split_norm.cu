@@ -19,7 +19,7 @@ void check_slot(const Peers& peers, int64_t rows, int64_t row_bytes) {
 template <typename T, int kMost, int kVecs>
 void launch_vecs(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
   const int64_t vecs = params.hidden / kVec<T>, most = divide_up(params.rows, peers.ranks);
-  const unsigned width = threads_for(divide_up(vecs, kVecs), kSplitNormThreads), groups = kSplitNormThreads / width;
+  const unsigned width = threads_for(divide_up(vecs, kVecs), kPeerNormThreads), groups = kPeerNormThreads / width;
   const int64_t blocks = std::min<int64_t>(kWindowBlocks, most), turns = divide_up(most, blocks * groups);
   const int64_t rounds = divide_up(turns, std::min<int64_t>(kSplitChunks, turns));
   const Split split{most, static_cast<int>(width), static_cast<int>(groups), static_cast<int>(divide_up(turns, rounds)),
@@ -33,7 +33,7 @@ template <typename T>
 void launch(const Peers& peers, const NormParams<T>& params, cudaStream_t stream) {
   by_ranks(peers.ranks, [&](auto most) {
     constexpr int kVecs = most <= 2 ? kMostNormVecs : 2;
-    if (params.hidden <= kVecs * kSplitNormThreads * kVec<T>) return launch_vecs<T, most, kVecs>(peers, params, stream);
+    if (params.hidden <= kVecs * kPeerNormThreads * kVec<T>) return launch_vecs<T, most, kVecs>(peers, params, stream);
     launch_vecs<T, most, kMostNormVecs>(peers, params, stream);
   });
 }
@@ -46,7 +46,7 @@ Tensor peer_split_add_rms_norm(Tensor x, Tensor residual, Tensor weight, double 
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    const NormParams<T> params = peer_norm_params<T>(kOp, x, residual, weight, out, eps, kSplitNormThreads);
+    const NormParams<T> params = peer_norm_params<T>(kOp, x, residual, weight, out, eps, kPeerNormThreads);
     check_slot(peers, x.size(0), x.size(1) * static_cast<int64_t>(sizeof(T)));
     if (x.numel() > 0) launch(peers, params, current_stream(x));
   });

@@ -4,55 +4,96 @@
 
 #include "raylm/cuda/norm.cuh"
 #include "raylm/cuda/peer.cuh"
+#include "raylm/cuda/ptx/warps.cuh"
 
 namespace raylm::cuda {
 
 constexpr int kPeerNormThreads = 512;
 
-// One block a row, kVecs times 16 bytes a thread. What lies on this GPU is read while the peers are waited for.
+// The sum over the `width` threads of a row, which are group `group` of the block. A group calls it with `turn` one
+// higher each time: the next call writes where this one's reads are not.
+__device__ inline float group_sum(float x, int group, int width, int turn) {
+  __shared__ float parts[2][kPeerNormThreads / kWarp];
+  x = warp_sum(x);
+  const int warps = width / kWarp, lane = threadIdx.x % kWarp;
+  if (warps == 1) return x;
+  float* own = parts[turn % 2] + group * warps;
+  if (lane == 0) own[threadIdx.x % width / kWarp] = x;
+  // Barrier 0 is __syncthreads; of two warps or more there are at most 8 groups.
+  sync_some(1 + group, width);
+  return warp_sum(lane < warps ? own[lane] : 0.0f);
+}
+
+// Rows that a block has under way at a time, as far as there are registers for them.
+template <int kMost, int kVecs>
+constexpr int kNormRows = kMost * kVecs <= 2 ? 2 : 1;
+
+// Block b has the rows b + i * gridDim.x, kVecs times 16 bytes of each a thread. What lies on this GPU is read while the
+// peers are waited for.
 template <typename T, int kMost, int kVecs>
 __global__ void __launch_bounds__(kPeerNormThreads, 1)
     peer_add_rms_norm_kernel(const __grid_constant__ Peers peers, const __grid_constant__ NormParams<T> p) {
-  constexpr int kSize = kVec<T>;
+  constexpr int kSize = kVec<T>, kRows = kNormRows<kMost, kVecs>;
   start_dependents();
   wait_for_dependencies();
   const PeerCall call(peers);
-  const int64_t row = blockIdx.x, vecs = p.hidden / kSize;
-  const T* x = p.row(row);
-  T* residual = p.residual + row * p.residual_stride;
-  uint4* const own = call.own_slot() + row * vecs;
-  Vec<T> held[kVecs], weight[kVecs];
+  const int vecs = static_cast<int>(p.hidden / kSize), rows = static_cast<int>(p.rows), step = gridDim.x;
+  const auto for_vecs = [&](const auto& body) {  // body(j, v): vectors v of a row
 #pragma unroll
-  for (int j = 0; j < kVecs; ++j) {
-    const int64_t v = threadIdx.x + static_cast<int64_t>(j) * blockDim.x;
-    if (v < vecs) own[v] = *reinterpret_cast<const uint4*>(x + v * kSize);
-  }
+    for (int j = 0; j < kVecs; ++j) {
+      if (const int v = threadIdx.x + j * blockDim.x; v < vecs) body(j, v);
+    }
+  };
+  const auto for_rows = [&](int first, const auto& body) {  // body(u, row)
 #pragma unroll
-  for (int j = 0; j < kVecs; ++j) {
-    const int64_t v = threadIdx.x + static_cast<int64_t>(j) * blockDim.x;
-    if (v >= vecs) continue;
-    held[j] = Vec<T>::load(residual + v * kSize);
-    weight[j] = Vec<T>::load(p.weight + v * kSize);
+    for (int u = 0; u < kRows; ++u) {
+      if (first + u * step < rows) body(u, first + u * step);
+    }
+  };
+  Vec<T> held[kRows][kVecs], weight[kVecs];
+  uint4* const own = call.own_slot();
+#pragma unroll 1
+  for (int first = blockIdx.x; first < rows; first += kRows * step) {
+    for_rows(first, [&](int u, int row) {
+      for_vecs([&](int j, int v) { held[u][j] = Vec<T>::load(p.x + row * p.outer_stride + v * kSize); });
+    });
+    for_rows(first, [&](int u, int row) {
+      for_vecs([&](int j, int v) { held[u][j].store(reinterpret_cast<T*>(own + static_cast<int64_t>(row) * vecs + v)); });
+    });
   }
+  const auto load_residual = [&](int u, int row) {
+    for_vecs([&](int j, int v) { held[u][j] = Vec<T>::load(p.residual + row * p.residual_stride + v * kSize); });
+  };
+  for_rows(blockIdx.x, load_residual);
+  for_vecs([&](int j, int v) { weight[j] = Vec<T>::load(p.weight + v * kSize); });
   call.meet(0);
-  float squares = 0;
-#pragma unroll
-  for (int j = 0; j < kVecs; ++j) {
-    const int64_t v = threadIdx.x + static_cast<int64_t>(j) * blockDim.x;
-    if (v >= vecs) continue;
-    // Rounded to T as a sum, then with the residual: the bits of peer_all_reduce and add_rms_norm one after the other.
-    const Vec<T> sum = sum_parts<T>(load_parts<kMost>(call, peers.ranks, row * vecs + v), peers.ranks);
-    for (int i = 0; i < kSize; ++i) held[j].set(i, sum[i] + held[j][i]);
-    held[j].store(residual + v * kSize);
-    for (int i = 0; i < kSize; ++i) squares += held[j][i] * held[j][i];
-  }
-  const float scale = rsqrtf(row_sum(squares) / static_cast<float>(p.hidden) + p.eps);
-#pragma unroll
-  for (int j = 0; j < kVecs; ++j) {
-    const int64_t v = threadIdx.x + static_cast<int64_t>(j) * blockDim.x;
-    if (v >= vecs) continue;
-    for (int i = 0; i < kSize; ++i) held[j].set(i, held[j][i] * scale * weight[j][i]);
-    held[j].store(p.out + row * p.hidden + v * kSize);
+  int turn = 0;
+#pragma unroll 1
+  for (int first = blockIdx.x; first < rows; first += kRows * step) {
+    Parts<kMost> parts[kRows][kVecs];
+    for_rows(first, [&](int u, int row) {
+      const int64_t at = static_cast<int64_t>(row) * vecs;
+      for_vecs([&](int j, int v) { parts[u][j] = load_parts<kMost>(call, peers.ranks, at + v); });
+    });
+    if (first != blockIdx.x) for_rows(first, load_residual);
+    for_rows(first, [&](int u, int row) {
+      float squares = 0;
+      for_vecs([&](int j, int v) {
+        // Rounded to T as a sum, then with the residual: the bits of peer_all_reduce and add_rms_norm one after the other.
+        const Vec<T> sum = sum_parts<T>(parts[u][j], peers.ranks);
+        Vec<T>& x = held[u][j];
+        for (int i = 0; i < kSize; ++i) x.set(i, sum[i] + x[i]);
+        x.store(p.residual + row * p.residual_stride + v * kSize);
+        for (int i = 0; i < kSize; ++i) squares += x[i] * x[i];
+      });
+      const float mean = group_sum(squares, 0, blockDim.x, turn++) / static_cast<float>(p.hidden);
+      const float scale = rsqrtf(mean + p.eps);
+      for_vecs([&](int j, int v) {
+        Vec<T>& x = held[u][j];
+        for (int i = 0; i < kSize; ++i) x.set(i, x[i] * scale * weight[j][i]);
+        x.store(p.out + row * p.hidden + v * kSize);
+      });
+    });
   }
   call.end();
 }

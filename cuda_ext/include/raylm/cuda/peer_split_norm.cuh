@@ -24,13 +24,10 @@
 // A release also orders the reads before it, and bar.sync those of the other threads of the block.
 #pragma once
 
-#include "raylm/cuda/norm.cuh"
-#include "raylm/cuda/peer.cuh"
-#include "raylm/cuda/ptx/warps.cuh"
+#include "raylm/cuda/peer_norm.cuh"
 
 namespace raylm::cuda {
 
-constexpr int kSplitNormThreads = 512;
 constexpr int kSplitChunks = kMeetings / 2;
 
 // How a call is divided; the same on all ranks. A row takes `width` threads, whole warps, and a block has threads for
@@ -39,20 +36,6 @@ struct Split {
   int64_t most;  // rows that a rank owns, at most
   int width, groups, chunks, rounds;
 };
-
-// The sum over the `width` threads of a row, which are group `group` of the block. A group calls it with `turn` one
-// higher each time: the next call writes where this one's reads are not.
-__device__ inline float group_sum(float x, int group, int width, int turn) {
-  __shared__ float parts[2][kSplitNormThreads / kWarp];
-  x = warp_sum(x);
-  const int warps = width / kWarp, lane = threadIdx.x % kWarp;
-  if (warps == 1) return x;
-  float* own = parts[turn % 2] + group * warps;
-  if (lane == 0) own[threadIdx.x % width / kWarp] = x;
-  // Barrier 0 is __syncthreads; of two warps or more there are at most 8 groups.
-  sync_some(1 + group, width);
-  return warp_sum(lane < warps ? own[lane] : 0.0f);
-}
 
 // One thread's part, kVecs times 16 bytes of a row.
 template <typename T, int kMost, int kVecs>
@@ -200,7 +183,7 @@ class SplitNorm {
 };
 
 template <typename T, int kMost, int kVecs>
-__global__ void __launch_bounds__(kSplitNormThreads, 1)
+__global__ void __launch_bounds__(kPeerNormThreads, 1)
     peer_split_add_rms_norm_kernel(const __grid_constant__ Peers peers, const __grid_constant__ NormParams<T> p,
                                    const __grid_constant__ Split split) {
   start_dependents();
