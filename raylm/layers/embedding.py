@@ -76,10 +76,10 @@ class VocabParallelEmbedding(nn.Module):
         out = self.weight.rows(local.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
         return collectives.all_reduce(out, self._context)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, split: bool = False) -> Tensor:
         """hidden [S, hidden_size] times this table's transpose, plus the bias: [S, vocab_size] in hidden's type, on
-        every rank."""
-        logits = collectives.all_gather(self.weight.matmul(hidden, self.bias), self._context)
+        every rank; with `split`, of its share of the rows (collectives.share_of) alone."""
+        logits = collectives.all_gather(self.weight.matmul(hidden, self.bias), self._context, split=split)
         return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
 
     def slots(self) -> dict[SlotName, Slot]:

@@ -99,10 +99,11 @@ class DecoderModel(nn.Module):
             embedded += self.embed_positions(positions)
         return self.embed_norm(embedded) if self.arch.embed_norm else embedded
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, split: bool = False) -> Tensor:
         """hidden [S, hidden_size], as forward returns it at the last stage -> [S, vocab_size] on each of its ranks, of
-        the model's type; float32 where the logits are capped."""
-        logits = self._head.logits(hidden)
+        the model's type; float32 where the logits are capped. With `split`, each of them has its share of the rows
+        (collectives.share_of) alone."""
+        logits = self._head.logits(hidden, split=split)
         if self.arch.logits_divisor != 1.0:
             logits = logits.div_(self.arch.logits_divisor)
         if self._logits_soft_cap:

@@ -29,6 +29,7 @@ from raylm.models.transformers_parts import (
     split_experts,
     split_linears,
 )
+from raylm.parallel.collectives import share_of
 
 logger = get_logger(__name__)
 META = torch.device("meta")
@@ -85,10 +86,10 @@ class TransformersModel(DecoderModel):
         found: Tensor = output.last_hidden_state.squeeze(0)
         return found
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, split: bool = False) -> Tensor:
         """As DecoderModel.logits."""
-        found: Tensor = self.causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
-        return found.squeeze(0)
+        found: Tensor = self.causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+        return found[share_of(len(found), self.context)] if split else found
 
     def scale_cache(self, scales: Mapping[int, CacheScales]) -> None:
         """As DecoderModel.scale_cache."""

@@ -535,13 +535,16 @@ def peer_all_reduce(
     _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
 
 
-def peer_all_gather(x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float) -> Tensor:
-    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks].
+def peer_all_gather(
+    x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, *, split: bool = False
+) -> Tensor:
+    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks]. With `split`, rank r of them gets the
+    rows from T / ranks * r on alone, T / ranks of them.
 
-    As peer_all_reduce calls are, with the same windows, for a contiguous x whose rows are a multiple of 16 bytes and at
-    most `capacity`; what has more bytes goes in parts.
+    As peer_all_reduce calls are, with the same windows, for a contiguous x of any type whose rows are a multiple of 16
+    bytes; a window has place for one from each of the other ranks, and what is more goes in parts.
     """
-    return _peer_all_gather(x, windows, rank, capacity, limit_s)
+    return _peer_all_gather(x, windows, rank, capacity, limit_s, split)
 
 
 def peer_add_rms_norm(
@@ -557,7 +560,7 @@ def peer_add_rms_norm(
     """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
 
     As peer_all_reduce and add_rms_norm one after the other, for rows of a multiple of 16 bytes, up to 32 KiB. x itself
-    stays as it is.
+    stays as it is. `capacity` covers the x of all other ranks.
     """
     return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 

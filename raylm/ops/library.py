@@ -128,7 +128,7 @@ SCHEMAS = {
     "mask_logits": "(Tensor(a!) logits, Tensor bitmask, Tensor mask_rows) -> ()",
     "bias_logits": "(Tensor(a!) logits, Tensor table_rows, Tensor ids, Tensor values, Tensor counts) -> ()",
     "peer_all_reduce": ("(Tensor(a!) x, Tensor windows, int rank, int capacity, float limit_s, bool two_shot) -> ()"),
-    "peer_all_gather": "(Tensor x, Tensor windows, int rank, int capacity, float limit_s) -> Tensor",
+    "peer_all_gather": "(Tensor x, Tensor windows, int rank, int capacity, float limit_s, bool split) -> Tensor",
     "peer_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
@@ -146,6 +146,11 @@ for _name, _schema in SCHEMAS.items():
 
 def _like(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _gathered(x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, split: bool) -> Tensor:
+    ranks = windows.shape[0]
+    return x.new_empty(x.shape[0] // ranks if split else x.shape[0], x.shape[1] * ranks)
 
 
 def _nothing(*_: object) -> None:
@@ -290,7 +295,7 @@ _FAKES = {
     "mask_logits": _nothing,
     "bias_logits": _nothing,
     "peer_all_reduce": _nothing,
-    "peer_all_gather": lambda x, windows, *_: x.new_empty(x.shape[0], x.shape[1] * windows.shape[0]),
+    "peer_all_gather": _gathered,
     "peer_add_rms_norm": _like,
     "peer_split_add_rms_norm": _like,
 }

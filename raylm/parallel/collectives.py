@@ -54,13 +54,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, contex
     return ops.add_rms_norm(x, residual, weight, eps)
 
 
-def all_gather(x: Tensor, context: ParallelContext) -> Tensor:
-    """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size]."""
+def all_gather(x: Tensor, context: ParallelContext, *, split: bool = False) -> Tensor:
+    """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size].
+    With `split`, the `share_of` its rows alone."""
     if context.tensor_size == 1:
         return x
     if context.reducer is not None and context.reducer.takes_gather(x):
-        return context.reducer.gather(x)
-    return _parts(x, context).movedim(0, -2).flatten(-2)
+        return context.reducer.gather(x, split=split)
+    joined = _parts(x, context).movedim(0, -2).flatten(-2)
+    return joined[share_of(len(x), context)] if split else joined
+
+
+def splits_rows(num_rows: int, context: ParallelContext) -> bool:
+    """Whether each tensor rank had better do its share of so many rows than all of them, though it has to ask for the
+    results of the others: where they are many, and even shares of an even number."""
+    return context.reducer is not None and num_rows >= 64 and num_rows % (2 * context.tensor_size) == 0
+
+
+def share_of(num_rows: int, context: ParallelContext) -> slice:
+    """This tensor rank's of the rows; a multiple of their number."""
+    share = num_rows // context.tensor_size
+    return slice(context.tensor_rank * share, (context.tensor_rank + 1) * share)
 
 
 def largest(x: Tensor, context: ParallelContext) -> Tensor:

@@ -102,7 +102,7 @@ class PeerReducer:
 
     def takes(self, x: Tensor) -> bool:
         """Whether x can be summed here, and faster than by the process group."""
-        return x.nbytes <= self.limits.most and self._reads(x)
+        return x.nbytes <= self.limits.most and x.dtype in _DTYPES and self._reads(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The sum of every rank's x, in place and equal in every bit on all ranks. Only for an x that it `takes`.
@@ -116,19 +116,19 @@ class PeerReducer:
 
     def takes_gather(self, x: Tensor) -> bool:
         """Whether x [T, n] can be gathered here, faster than by the process group."""
-        return (
-            x.dim() == 2 and 0 < x.shape[1] * x.itemsize <= self.limits.most and self._reads(x) and self._has_vectors(x)
-        )
+        fits = x.dim() == 2 and x.shape[1] * x.itemsize <= self._from_each
+        return fits and self._reads(x) and self._has_vectors(x)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Every rank's x [T, n] side by side: [T, n * ranks]. Only for an x that it `takes_gather`."""
+    def gather(self, x: Tensor, *, split: bool = False) -> Tensor:
+        """As ops.peer_all_gather; only for an x that it `takes_gather`."""
         windows = self._windows
-        return ops.peer_all_gather(x, windows.addresses, windows.rank, windows.capacity, self._limit_s)
+        return ops.peer_all_gather(x, windows.addresses, windows.rank, windows.capacity, self._limit_s, split=split)
 
     def takes_norm(self, x: Tensor, residual: Tensor) -> bool:
         """Whether add_rms_norm can do x and residual [T, H], faster than a sum and a norm."""
         return (
             self._reads(x)
+            and x.dtype in _DTYPES
             and self._has_vectors(x)
             and (self._norms_at_once(x) or self._splits(x))
             and residual.is_contiguous()
@@ -160,7 +160,6 @@ class PeerReducer:
         return (
             x.nbytes > 0
             and x.nbytes % 16 == 0
-            and x.dtype in _DTYPES
             and x.device == self._windows.device
             and x.is_contiguous()
             and x.data_ptr() % 16 == 0
@@ -168,7 +167,13 @@ class PeerReducer:
 
     def _norms_at_once(self, x: Tensor) -> bool:
         """Whether every rank norms all rows of x: where the ranks sum it in one shot, and do not split it."""
-        return x.nbytes <= self.limits.one_shot and x.shape[1] * x.itemsize <= MAX_NORM_ROW_BYTES
+        most = min(self.limits.one_shot, self._from_each)
+        return x.nbytes <= most and x.shape[1] * x.itemsize <= MAX_NORM_ROW_BYTES
+
+    @property
+    def _from_each(self) -> int:
+        """Bytes that a window has place for from each of the other ranks."""
+        return self.limits.most // (len(self._windows.addresses) - 1)
 
     def _has_vectors(self, x: Tensor) -> bool:
         """Whether each row of x begins where 16 bytes do."""

@@ -103,17 +103,17 @@ class Follow(Protocol):
 class GraphRunner:
     """Runs steps through graphs.
 
-    `forward` maps an InputBatch and what the stage begins with to hidden states [T, hidden_size], `logits` hidden
-    states to logits; both launch the same kernels whatever the values are. So does the sampling operator where
-    `samples` says so: then a graph goes on to the sampled tokens. A stage that `begins` takes the batch's token ids,
-    others the hidden states that they are given. The longest sequence that a graph may meet is the table's
-    max_model_len.
+    `forward` maps an InputBatch and what the stage begins with to hidden states [T, hidden_size]; it launches the same
+    kernels whatever the values are. So does `draw` where `samples` says so: then a graph goes on to the tokens that it
+    samples after hidden states, given the rows' settings and the positions that the tokens go to. A stage that `begins`
+    takes the batch's token ids, others the hidden states that they are given. The longest sequence that a graph may
+    meet is the table's max_model_len.
     """
 
     def __init__(
         self,
         forward: Callable[[InputBatch, Tensor], Tensor],
-        logits: Callable[[Tensor], Tensor],
+        draw: Callable[[Tensor, Sequence[Tensor], Tensor], Tensor],
         table: RequestTable,
         settings: Callable[[np.ndarray], Sequence[np.ndarray]],
         *,
@@ -130,7 +130,7 @@ class GraphRunner:
         a row verifies at most. `follow` is launched behind every step that has gone on to its tokens, and must launch
         the same kernels each time."""
         self._forward = forward
-        self._logits = logits
+        self._draw = draw
         self._table = table
         self._settings = settings
         self._capture = capture
@@ -240,7 +240,7 @@ class GraphRunner:
             none = batch.positions[:0]
             graph.computed = Computed(self._hidden[:size].copy_(hidden), batch.positions, none, none, arrays)
             return
-        token_ids = ops.sample(self._logits(hidden), *graph.settings, batch.following)
+        token_ids = self._draw(hidden, graph.settings, batch.following)
         counts = table.accept(arrays.rows, arrays.query_start, arrays.query_start, token_ids)
         graph.computed = Computed(self._hidden[:0], batch.positions, token_ids, counts, arrays)
         if self._follow is not None:

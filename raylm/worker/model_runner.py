@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from raylm.parallel.stages import StageLinks
 from raylm.worker.agreement import Agreement
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.draft_runner import DraftRunner
+from raylm.worker.drawing import draw
 from raylm.worker.graph_runner import Capture, GraphRunner
 from raylm.worker.input_batch import DeviceArrays, InputBatch, StepArrays, StepRows, starts
 from raylm.worker.kv_store import KVStore
@@ -124,7 +127,7 @@ class ModelRunner:
         model, device = self._model, self._table.device
         return GraphRunner(
             self._forward,
-            model.logits,
+            partial(draw, model),
             self._table,
             self._sampler.settings,
             hidden_size=model.arch.hidden_size,

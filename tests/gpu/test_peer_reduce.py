@@ -157,8 +157,8 @@ def test_bad_arguments_are_named() -> None:
         ops.peer_add_rms_norm(torch.zeros(9, 8, device="cuda"), torch.zeros(9, 8, device="cuda"), x[:8], *norm)
     with pytest.raises(RuntimeError, match="peer_all_gather: x has rows of 36 bytes at .*, must be a multiple of 16"):
         ops.peer_all_gather(x[:18].view(2, 9), windows, 0, 256, 1.0)
-    with pytest.raises(RuntimeError, match="peer_all_gather: x has rows of 256 bytes, must have at most 128"):
-        ops.peer_all_gather(x.view(1, 64), windows, 0, 128, 1.0)
+    with pytest.raises(RuntimeError, match="peer_all_gather: x has 1 rows, must have a multiple of 2"):
+        ops.peer_all_gather(x.view(1, 64), windows, 0, 256, 1.0, split=True)
     with pytest.raises(RuntimeError, match="peer_add_rms_norm: x has 10 columns, must have a multiple of 4"):
         ops.peer_add_rms_norm(x[:20].view(2, 10), x[20:40].view(2, 10), x[:10], *norm)
     with pytest.raises(RuntimeError, match="must start at multiples of 16 bytes"):
@@ -274,8 +274,8 @@ def _check_gathers(rank: int, calls: int = 300) -> None:
     wrong, ranks = torch.zeros((), dtype=torch.int64, device="cuda"), dist.get_world_size()
     with _reducer(rank, ONE_SHOT) as reducer:
         for call in range(calls):
-            dtype = common.choice(DTYPES)
-            rows, vectors = common.choice([1, 2, 7, 64, 130]), common.choice([1, 3, 128, 513, 4008])
+            dtype = common.choice([*DTYPES, torch.int64])
+            rows, vectors = common.choice([1, 2, 7, 64, 132, 256]), common.choice([1, 3, 128, 513, 4008])
             numel = rows * vectors * 16 // dtype.itemsize
             parts = [_pattern(r, call, numel, dtype).view(rows, -1) for r in range(ranks)]
             expected, x = torch.cat(parts, 1), parts[rank].contiguous()
@@ -283,9 +283,11 @@ def _check_gathers(rank: int, calls: int = 300) -> None:
             if own.random() < 0.3:
                 torch.cuda._sleep(own.randrange(200_000))  # cycles: up to 0.1 ms
             wrong += (reducer.gather(x) != expected).any()
+            if rows % ranks == 0:
+                wrong += (reducer.gather(x, split=True) != expected[_share(rows, rank, ranks)]).any()
             if common.random() < 0.3:
-                sums = _pattern(rank, call, 4096, dtype)
-                wrong += (reducer(sums) != _expected(call, 4096, dtype)).any()
+                sums = _pattern(rank, call, 4096, torch.float16)
+                wrong += (reducer(sums) != _expected(call, 4096, torch.float16)).any()
         assert int(wrong) == 0
 
 

@@ -130,7 +130,7 @@ def test_vocabulary_shards(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(sum(part(tokens) for part in parts), whole(tokens))
     rows = torch.cat([part.weight.plain for part in parts])
     torch.testing.assert_close(rows[:vocab_size], whole.weight.plain)
-    monkeypatch.setattr(collectives, "all_gather", lambda x, context: hidden @ rows.T)
+    monkeypatch.setattr(collectives, "all_gather", lambda x, context, split: hidden @ rows.T)
     torch.testing.assert_close(parts[0].logits(hidden), whole.logits(hidden))
 
 

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from raylm.parallel.collectives import share_of
 from raylm.parallel.context import ParallelContext
 
 
@@ -26,5 +27,6 @@ class ThreadedRanks:
     def all_reduce(self, x: torch.Tensor, context: ParallelContext) -> torch.Tensor:
         return x.copy_(torch.stack(self.exchange(x, context)).sum(0))
 
-    def all_gather(self, x: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-        return torch.cat(self.exchange(x, context), -1)
+    def all_gather(self, x: torch.Tensor, context: ParallelContext, *, split: bool = False) -> torch.Tensor:
+        joined = torch.cat(self.exchange(x, context), -1)
+        return joined[share_of(len(joined), context)] if split else joined

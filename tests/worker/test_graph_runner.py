@@ -97,7 +97,7 @@ def make_runner(table: RequestTable, capture: Capture, *, max_tokens: int, num_d
     hidden, logits = torch.ones(16, 8), torch.arange(80.0).view(16, 5)
     return GraphRunner(
         lambda batch, _: hidden[: len(batch.token_ids)],
-        lambda given: logits[: len(given)],
+        lambda given, settings, positions: ops.sample(logits[: len(given)], *settings, positions),
         table,
         lambda rows: [np.zeros(len(rows), dtype) for dtype in (np.float32, np.int64, np.float32, np.float32, np.int64)],
         hidden_size=8,

@@ -9,13 +9,14 @@ constexpr const char* kOp = "peer_all_gather";
 constexpr int64_t kFewThreads = 128;  // of a block, until all blocks are in use, as in a sum
 
 // Bytes of a row.
-int64_t check(const Tensor& x, int64_t capacity) {
-  Arg(kOp, "x", x).floating().on_device_of(x).dim(2).contiguous();
-  const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size());
+int64_t check(const Tensor& x, const Peers& peers, bool split) {
+  Arg(kOp, "x", x).on_device_of(x).dim(2).contiguous();
+  const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size()), most = peers.capacity / (peers.ranks - 1);
   if (!is_aligned(x.data_ptr()) || bytes % 16 != 0) {
     fail(kOp, "x has rows of ", bytes, " bytes at ", x.data_ptr(), ", must be a multiple of 16 at a multiple of 16");
   }
-  if (bytes > capacity) fail(kOp, "x has rows of ", bytes, " bytes, must have at most ", capacity, " (capacity)");
+  if (bytes > most) fail(kOp, "x has rows of ", bytes, " bytes, must have at most ", most, " (capacity)");
+  if (split && x.size(0) % peers.ranks != 0) fail(kOp, "x has ", x.size(0), " rows, must have a multiple of ", peers.ranks);
   return bytes;
 }
 
@@ -23,23 +24,22 @@ int64_t check(const Tensor& x, int64_t capacity) {
 void launch(const Peers& peers, const GatherParams& params, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(kWindowBlocks, divide_up(params.count, kFewThreads));
   const dim3 grid(static_cast<unsigned>(blocks)), block(threads_for(divide_up(params.count, blocks), kGatherThreads));
-  by_ranks(peers.ranks, [&](auto most) {
-    launch_dependent(peer_all_gather_kernel<most>, grid, block, stream, peers, params);
-  });
+  launch_dependent(peer_all_gather_kernel, grid, block, stream, peers, params);
 }
 
-Tensor peer_all_gather(Tensor x, Tensor windows, int64_t rank, int64_t capacity, double limit_s) {
+Tensor peer_all_gather(Tensor x, Tensor windows, int64_t rank, int64_t capacity, double limit_s, bool split) {
   const Peers peers = make_peers(kOp, windows, rank, capacity, limit_s);
-  const int64_t bytes = check(x, capacity), rows = x.size(0);
+  const int64_t bytes = check(x, peers, split), rows = split ? x.size(0) / peers.ranks : x.size(0);
   Tensor out = torch::stable::new_empty(x, {rows, x.size(1) * peers.ranks});
+  if (x.numel() == 0) return out;
   const Guard guard(x.get_device_index());
   const char* from = static_cast<const char*>(x.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());
-  const int64_t most = bytes > 0 ? capacity / bytes : rows;  // rows that a window has place for
-  for (int64_t row = 0; row < rows && bytes > 0; row += most) {
+  const int64_t most = capacity / (peers.ranks - 1) / bytes;  // rows that a window has place for
+  for (int64_t row = 0; row < rows; row += most) {
     const int64_t vecs = std::min(most, rows - row) * bytes / 16;
     const GatherParams params{reinterpret_cast<const uint4*>(from + row * bytes),
-                              reinterpret_cast<uint4*>(to + row * bytes * peers.ranks),
+                              reinterpret_cast<uint4*>(to + row * bytes * peers.ranks), split ? rows * bytes / 16 : 0,
                               static_cast<uint32_t>(bytes / 16), static_cast<uint32_t>(vecs)};
     launch(peers, params, current_stream(x));
   }

@@ -7,9 +7,9 @@ namespace {
 
 constexpr const char* kOp = "peer_add_rms_norm";
 
-void check_sizes(const Tensor& x, int64_t row_bytes, int64_t capacity) {
-  const int64_t bytes = x.size(0) * row_bytes;
-  if (bytes > capacity) fail(kOp, "x has ", bytes, " bytes, must have at most ", capacity, " (capacity)");
+void check_sizes(const Tensor& x, int64_t row_bytes, const Peers& peers) {
+  const int64_t bytes = x.size(0) * row_bytes, most = peers.capacity / (peers.ranks - 1);
+  if (bytes > most) fail(kOp, "x has ", bytes, " bytes, must have at most ", most, " (capacity)");
 }
 
 template <typename T>
@@ -34,7 +34,7 @@ Tensor peer_add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps, T
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    check_sizes(x, x.size(1) * static_cast<int64_t>(sizeof(T)), capacity);
+    check_sizes(x, x.size(1) * static_cast<int64_t>(sizeof(T)), peers);
     const NormParams<T> params = peer_norm_params<T>(kOp, x, residual, weight, out, eps, kPeerNormThreads);
     if (x.numel() > 0) launch(peers, params, current_stream(x));
   });

@@ -1,5 +1,7 @@
 // All ranks' x side by side, over memory that they share (peer.cuh): what follows a product whose columns are split
-// between ranks. Every rank reads all of every rank's data, after one meeting.
+// between ranks. Of all rows on every rank, or of a share of them on each: then each rank is given a share's parts alone.
+//
+// A rank writes into the others' windows, each in a place of its own there, and reads at home.
 #pragma once
 
 #include "raylm/cuda/peer.cuh"
@@ -11,7 +13,8 @@ constexpr int kGatherThreads = 512;
 struct GatherParams {
   const uint4* x;
   uint4* out;
-  uint32_t width, count;  // vectors of a row of x, and of x
+  int64_t share;          // vectors of x from what one rank is given to what the next one is; 0: all are given the same
+  uint32_t width, count;  // vectors of a row of x, and of what a rank is given
 
   // Where vector i of a rank's x goes.
   __device__ int64_t place(uint32_t i, int rank, int ranks) const {
@@ -20,34 +23,30 @@ struct GatherParams {
 };
 
 // Vector i is block b's on every rank.
-template <int kMost>
 __global__ void __launch_bounds__(kGatherThreads, 1)
     peer_all_gather_kernel(const __grid_constant__ Peers peers, const __grid_constant__ GatherParams p) {
-  constexpr int kUnroll = 8 / kMost;
+  constexpr int kUnroll = 4;
   start_dependents();
   wait_for_dependencies();
   const PeerCall call(peers);
-  uint4* const own = call.own_slot();
-  for_my_vecs<4>(
-      p.count, [&](int64_t i) { return p.x[i]; },
-      [&](int64_t i, const uint4& v) { own[i] = p.out[p.place(i, peers.rank, peers.ranks)] = v; });
+  for (int k = 1; k <= peers.ranks; ++k) {  // itself last; the others not all in the same order
+    const int to = (peers.rank + k) % peers.ranks;
+    const uint4* const x = p.x + to * p.share;
+    uint4* const part = call.slot(to) + (peers.rank - (peers.rank > to)) * static_cast<int64_t>(p.count);
+    for_my_vecs<kUnroll>(
+        p.count, [&](int64_t i) { return x[i]; },
+        [&](int64_t i, const uint4& v) {
+          *(to == peers.rank ? p.out + p.place(i, to, peers.ranks) : part + i) = v;
+        });
+  }
   call.meet(0);
-  for_my_vecs<kUnroll>(
-      p.count,
-      [&](int64_t i) {
-        Parts<kMost> parts;
-#pragma unroll
-        for (int r = 0; r < kMost; ++r) {
-          if (r < peers.ranks && r != peers.rank) parts.of[r] = load_shared_by_peers(call.slot(r) + i);
-        }
-        return parts;
-      },
-      [&](int64_t i, const Parts<kMost>& parts) {
-#pragma unroll
-        for (int r = 0; r < kMost; ++r) {
-          if (r < peers.ranks && r != peers.rank) p.out[p.place(i, r, peers.ranks)] = parts.of[r];
-        }
-      });
+  for (int k = 1; k < peers.ranks; ++k) {
+    const int from = (peers.rank + k) % peers.ranks;
+    const uint4* const part = call.own_slot() + (from - (from > peers.rank)) * static_cast<int64_t>(p.count);
+    for_my_vecs<kUnroll>(
+        p.count, [&](int64_t i) { return load_shared_by_peers(part + i); },
+        [&](int64_t i, const uint4& v) { p.out[p.place(i, from, peers.ranks)] = v; });
+  }
   call.end();
 }
 

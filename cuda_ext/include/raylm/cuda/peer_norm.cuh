@@ -28,8 +28,9 @@ __device__ inline float group_sum(float x, int group, int width, int turn) {
 template <int kMost, int kVecs>
 constexpr int kNormRows = kMost * kVecs <= 2 ? 2 : 1;
 
-// Block b has the rows b + i * gridDim.x, kVecs times 16 bytes of each a thread. What lies on this GPU is read while the
-// peers are waited for.
+// Block b has the rows b + i * gridDim.x, kVecs times 16 bytes of each a thread. It writes its x into the peers' windows
+// and reads at home: a write does not wait for the way there and back. What lies on this GPU is read while the peers are
+// waited for.
 template <typename T, int kMost, int kVecs>
 __global__ void __launch_bounds__(kPeerNormThreads, 1)
     peer_add_rms_norm_kernel(const __grid_constant__ Peers peers, const __grid_constant__ NormParams<T> p) {
@@ -50,20 +51,30 @@ __global__ void __launch_bounds__(kPeerNormThreads, 1)
       if (first + u * step < rows) body(u, first + u * step);
     }
   };
-  Vec<T> held[kRows][kVecs], weight[kVecs];
-  uint4* const own = call.own_slot();
-#pragma unroll 1
-  for (int first = blockIdx.x; first < rows; first += kRows * step) {
-    for_rows(first, [&](int u, int row) {
-      for_vecs([&](int j, int v) { held[u][j] = Vec<T>::load(p.x + row * p.outer_stride + v * kSize); });
-    });
-    for_rows(first, [&](int u, int row) {
-      for_vecs([&](int j, int v) { held[u][j].store(reinterpret_cast<T*>(own + static_cast<int64_t>(row) * vecs + v)); });
-    });
-  }
+  // What rank `from` gives rank `to`, which has a place for each of the others.
+  const auto given = [&](int from, int to, int row) {
+    return call.slot(to) + (static_cast<int64_t>(from - (from > to)) * rows + row) * vecs;
+  };
+  Vec<T> own[kRows][kVecs], held[kRows][kVecs], weight[kVecs];
+  const auto load_own = [&](int u, int row) {
+    for_vecs([&](int j, int v) { own[u][j] = Vec<T>::load(p.x + row * p.outer_stride + v * kSize); });
+  };
   const auto load_residual = [&](int u, int row) {
     for_vecs([&](int j, int v) { held[u][j] = Vec<T>::load(p.residual + row * p.residual_stride + v * kSize); });
   };
+#pragma unroll 1
+  for (int first = blockIdx.x; first < rows; first += kRows * step) {
+    for_rows(first, load_own);
+    for_rows(first, [&](int u, int row) {
+      for_vecs([&](int j, int v) {
+        const uint4 x = *reinterpret_cast<const uint4*>(&own[u][j]);
+#pragma unroll
+        for (int r = 0; r < kMost; ++r) {
+          if (r < peers.ranks && r != peers.rank) given(peers.rank, r, row)[v] = x;
+        }
+      });
+    });
+  }
   for_rows(blockIdx.x, load_residual);
   for_vecs([&](int j, int v) { weight[j] = Vec<T>::load(p.weight + v * kSize); });
   call.meet(0);
@@ -71,11 +82,19 @@ __global__ void __launch_bounds__(kPeerNormThreads, 1)
 #pragma unroll 1
   for (int first = blockIdx.x; first < rows; first += kRows * step) {
     Parts<kMost> parts[kRows][kVecs];
+    if (rows > kRows * step) {  // else they are held
+      for_rows(first, load_own);
+      if (first != blockIdx.x) for_rows(first, load_residual);
+    }
     for_rows(first, [&](int u, int row) {
-      const int64_t at = static_cast<int64_t>(row) * vecs;
-      for_vecs([&](int j, int v) { parts[u][j] = load_parts<kMost>(call, peers.ranks, at + v); });
+      for_vecs([&](int j, int v) {
+#pragma unroll
+        for (int r = 0; r < kMost; ++r) {
+          parts[u][j].of[r] = *reinterpret_cast<const uint4*>(&own[u][j]);
+          if (r < peers.ranks && r != peers.rank) parts[u][j].of[r] = load_shared_by_peers(given(r, peers.rank, row) + v);
+        }
+      });
     });
-    if (first != blockIdx.x) for_rows(first, load_residual);
     for_rows(first, [&](int u, int row) {
       float squares = 0;
       for_vecs([&](int j, int v) {
