@@ -1,8 +1,9 @@
 // Memory of one rank that all ranks of one host read and write, and how their blocks meet there.
 //
-// Each rank has a window: counters and flags, then two slots for data. In call n of a kernel for small sums, block b of
-// each rank stages data in slot n % 2 of its own window, meets block b of every peer, and then reads the peers' slots.
-// (peer_split_norm.cuh and few_ranks.cuh use windows of their own otherwise, and say how.)
+// Each rank has a window: counters and flags, then two slots for data. In call n block b of each rank stages data in slots
+// n % 2, meets block b of every peer, and then reads what the peers staged: either each stages in its own window and reads
+// the peers' (all_reduce.cuh), or it stages in the peers' windows, each in a place of its own there, and reads its own
+// (peer_norm.cuh, all_gather.cuh). (peer_split_norm.cuh and few_ranks.cuh use windows of their own otherwise, and say how.)
 //
 // Why a staged value is the one that a peer reads: all threads of a block stage, bar.sync orders that before the
 // release at system scope by which one thread raises the peer's flag; the peer's thread sees the flag by an acquire at
@@ -10,11 +11,11 @@
 // every stager to every reader. Only blocks of the same index may rely on each other's data, whatever the parts are
 // into which a call divides it.
 //
-// Why two slots are enough with one meeting a call: slot n % 2 is written again in call n + 2, which on this rank
-// begins when call n + 1 has ended (one stream, or streams ordered by events; early launched blocks wait for the
-// kernels before them). Every block of call n + 1 met its peers of that index, and a peer raises a flag of call n + 1
-// only after its own kernel of call n has ended, with all its reads. So nobody reads slot n % 2 any more, in whatever
-// sizes and parts calls n and n + 2 use it. This needs a call to have the same number, hence the same slot, in all
+// Why two slots are enough with one meeting a call: slots n % 2 are written again in call n + 2, by any rank, which begins
+// there when its call n + 1 has ended (one stream, or streams ordered by events; early launched blocks wait for the
+// kernels before them). In call n + 1 it met every peer, and a peer raises a flag of call n + 1 only after its own kernel
+// of call n has ended, with all its reads. So nobody reads slots n % 2 any more, in whatever sizes and parts, and from
+// whichever side, calls n and n + 2 use them. This needs a call to have the same number, hence the same slot, in all
 // blocks: a call of few blocks counts for those it does without as well (PeerCall::end). A second meeting in a call
 // adds order, and takes none away.
 //
