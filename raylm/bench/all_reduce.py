@@ -38,7 +38,8 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def measure_all_reduce(ranks: int | None, sizes: Sequence[int], rows: Sequence[int]) -> Results:
-    """One result a size in bytes of bfloat16 and one a number of rows of 4,096, from processes of its own, one a GPU.
+    """One result a size in bytes of bfloat16 and one a number of rows of 4,096, up to 1,024 of them of logits too, from
+    processes of its own, one a GPU.
 
     All GPUs where `ranks` is None. A figure is the median over replays of a CUDA graph of 100 calls, divided by them,
     on the slowest rank. Raises ConfigError where there are too few GPUs, RaylmError where they share no memory.
@@ -108,7 +109,7 @@ def _sums(sizes: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Res
 def _norms(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
     ranks = dist.get_world_size()
     most = max(rows)
-    once = _connected(cpu, device, SizeLimits(most * 2 * _HIDDEN, 0), None)
+    once = _connected(cpu, device, SizeLimits((ranks - 1) * most * 2 * _HIDDEN, 0), None)
     split = _connected(cpu, device, None, SplitLimits(most, 2 * _HIDDEN, least_rows=1))
     weight = torch.ones(_HIDDEN, dtype=torch.bfloat16, device=device)
     results: Results = []
@@ -131,10 +132,10 @@ def _connected(
 
 def _gathers(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
     ranks = dist.get_world_size()
-    reducer = _connected(cpu, device, None, None)
+    reducer, columns = _connected(cpu, device, None, None), -(-_VOCAB // ranks // 8) * 8
     results: Results = []
     for number in rows:
-        x = torch.zeros(number, _VOCAB // ranks, dtype=torch.bfloat16, device=device)
+        x = torch.zeros(number, columns, dtype=torch.bfloat16, device=device)
         results.append(GatherResult("all-gather", ranks, number, *_us(x, cpu, _gathered, reducer.gather)))
     reducer.close()
     return results

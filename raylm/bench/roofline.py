@@ -17,13 +17,14 @@ from raylm import ops
 from raylm.bench.report import KindResult
 from raylm.layers.linear import MIN_ROWS_TO_ADD
 from raylm.models.arch import ArchConfig, ExpertsSpec, MLPSpec
+from raylm.parallel.collectives import LEAST_ROWS_TO_SPLIT
 
-_TOGETHER, _HEAD = "layers in one kernel", "head"
+_TOGETHER, _HEAD, _SUMS = "layers in one kernel", "head", "sums over ranks"
 _KINDS = (
     (_TOGETHER, ("few_layers",)),
     ("products", ("linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "splitkreduce", "cublas", "patched_decode")),
     ("attention", ("attention_kernel", "prefill_kernel", "prefill_hopper", "flash")),
-    ("sums over ranks", ("all_reduce", "peer_", "nccl")),
+    (_SUMS, ("all_reduce", "peer_", "nccl")),
     ("norms", ("norm_kernel", "norm_any")),
     ("rotary and cache", ("rope_store", "rotary", "store_kv")),
     ("activation", ("gated_kernel", "gated_any", "gatedrows")),
@@ -140,7 +141,7 @@ def needs(
         "norms": Need(item * streams * hidden * tokens * 2 * layers, 0.0),
         "rotary and cache": Need(item * 2 * (q + 2 * kv) * tokens * layers, 0.0),
         "activation": Need(item * inner, 0.0),
-        "sampling": Need(item * arch.vocab_size * step.logit_rows, 0.0),
+        "sampling": Need(item * arch.vocab_size * logits / (ranks if logits >= LEAST_ROWS_TO_SPLIT else 1), 0.0),
     }
 
 
@@ -193,10 +194,14 @@ def kind_results(
     layers: int,
 ) -> list[KindResult]:
     """`own_us`: by kind, microseconds a step and kernels a step. The last result is the whole step, pauses included.
-    Activations of fewer kernels than `layers` are so far done by their products, and need nothing of their own."""
-    if (activation := needed.get("activation")) and "activation" in own_us:
-        share = min(1.0, own_us["activation"][1] / layers)
-        needed = needed | {"activation": Need(activation.bytes * share, activation.flops * share)}
+    Activations of fewer kernels than `layers` are so far done by their products, and need nothing of their own; norms
+    of fewer than two a layer by the sums over ranks, which then need what they do."""
+    for kind, most in (("activation", layers), ("norms", 2 * layers)):
+        if kind in needed and kind in own_us:
+            whole, share = needed[kind], min(1.0, own_us[kind][1] / most)
+            needed = needed | {kind: Need(whole.bytes * share, whole.flops * share)}
+            if kind == "norms" and _SUMS in own_us:
+                needed = needed | {_SUMS: Need(whole.bytes * (1 - share), 0.0)}
     if _TOGETHER in own_us:
         needed = needed | {"products": needed[_HEAD]}
     found = [
@@ -204,9 +209,9 @@ def kind_results(
         for kind, (us, count) in sorted(own_us.items(), key=lambda item: -item[1][0])
     ]
     ran = [needed[kind] for kind in own_us if kind in needed]
-    whole = Need(sum(need.bytes for need in ran), sum(need.flops for need in ran))
+    total = Need(sum(need.bytes for need in ran), sum(need.flops for need in ran))
     kernels = sum(count for _, count in own_us.values())
-    return [*found, _result("the step", step_us, kernels, whole, peaks, model=model, batch=batch)]
+    return [*found, _result("the step", step_us, kernels, total, peaks, model=model, batch=batch)]
 
 
 def _result(kind: str, us: float, kernels: float, need: Need, peaks: Peaks, *, model: str, batch: int) -> KindResult:

@@ -33,7 +33,7 @@ from raylm.bench.roofline import (
 )
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import resolve
-from raylm.core.control import StartProfile, StopProfile
+from raylm.core.control import RECORDING, StartProfile, StopProfile
 from raylm.core.sampling import SamplingParams
 from raylm.engine.engine import Engine
 from raylm.engine.factory import offline_engine
@@ -105,6 +105,8 @@ class _Model(NamedTuple):
 
 
 def _model(config: EngineConfig, dtype: torch.dtype) -> _Model:
+    if not torch.cuda.is_available():
+        raise ConfigError("bench trace measures what a GPU does at its best in this process, which has none")
     arch = ArchConfig.from_source(locate(config.model.reference))
     scheme = wanted_scheme(arch, config.model, dtype)
     peaks = measure_peaks(dtype, scaled=scheme.rounds_rows)
@@ -122,10 +124,10 @@ def _weight_items(scheme: Scheme) -> WeightItems:
 def _trace(engine: Engine, batch: int, work: Work, model: _Model) -> Traced:
     for attempt in range(2):  # First times are not what a trace is about.
         run_work(engine, batch, work, salt=attempt, watch=nullcontext())
-    _, unprofiled = run_work(engine, batch, work, salt=2, watch=nullcontext())
+    _, seconds = run_work(engine, batch, work, salt=2, watch=nullcontext())
     spans: list[Span] = []
-    steps, seconds = run_work(engine, batch, work, salt=3, watch=_recorded(engine, spans))
-    result = summarize(spans, model=model.name, batch=batch, steps=steps, seconds=(unprofiled, seconds))
+    steps, _ = run_work(engine, batch, work, salt=3, watch=_recorded(engine, spans))
+    result = summarize(spans, model=model.name, batch=batch, steps=steps, seconds=seconds)
     item, cache_item = (getattr(torch, name).itemsize for name in (engine.info.dtype, engine.info.cache_dtype))
     needed = needs(
         model.arch,
@@ -150,7 +152,8 @@ def _trace(engine: Engine, batch: int, work: Work, model: _Model) -> Traced:
 @contextmanager
 def _recorded(engine: Engine, spans: list[Span]) -> Iterator[None]:
     """Add to `spans` what the first worker's device does meanwhile. Raises ConfigError where it can't be recorded."""
-    engine.control(StartProfile())
+    if (said := engine.control(StartProfile())[0]) != RECORDING:
+        raise ConfigError(f"bench trace has no trace: {said}")
     yield
     said = engine.control(StopProfile())[0]
     if not Path(said).is_file():
@@ -205,10 +208,8 @@ def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def summarize(
-    spans: Sequence[Span], *, model: str, batch: int, steps: int, seconds: tuple[float, float]
-) -> TraceResult:
-    """`seconds` for the steps without the profiler and with it."""
+def summarize(spans: Sequence[Span], *, model: str, batch: int, steps: int, seconds: float) -> TraceResult:
+    """`seconds` for the steps without the profiler."""
     busy = sum(us for _, us in own_us(spans))
     end = max((span.start + span.length for span in spans), default=0.0)
     whole = end - spans[0].start if spans else 0.0
@@ -220,8 +221,8 @@ def summarize(
         bench="trace",
         model=model,
         batch=batch,
-        us_per_step=1e6 * seconds[0] / steps,
-        us_per_step_profiled=1e6 * seconds[1] / steps,
+        us_per_step=1e6 * seconds / steps,
+        us_per_step_profiled=whole / steps,
         gpu_idle_share=1 - busy / whole if whole else 1.0,
         kernels_per_step=len(spans) / steps,
         kernels_us={name: us / steps for name, us in longest},

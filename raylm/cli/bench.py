@@ -154,7 +154,7 @@ def _add_all_reduce(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=positive, metavar="N", help="GPUs (default: all, up to 8)")
     parser.add_argument("--sizes", type=_batches, metavar="N[,N...]", help="bytes (default: 4 KiB to 8 MiB, doubling)")
     parser.add_argument(
-        "--rows", type=_batches, metavar="N[,N...]", help="with a norm; up to 1,024 of logits (1 to 8,192)"
+        "--rows", type=_batches, metavar="N[,N...]", help="of 4,096, with a norm; of logits (1 to 8,192)"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON lines here too")
     parser.set_defaults(run=run, measure=_all_reduce, plot=None)

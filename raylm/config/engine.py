@@ -254,9 +254,9 @@ class ParallelConfig(FrozenConfig):
     multicast: bool = False
     """Let NCCL use NVLink multicast (NVLS) where the host has it."""
     custom_all_reduce: bool = True
-    """Sum small tensors, and those that a norm follows, by raylm's own kernels where the GPUs of a tensor group can use
-    each other's memory, and run steps of few rows in one kernel there. For it a rank holds up to twice the hidden
-    states of the largest step."""
+    """Sum small tensors, and those that a norm follows, and gather logits by raylm's own kernels where the GPUs of a
+    tensor group can use each other's memory, and run steps of few rows in one kernel there. For it a rank holds up to
+    twice the hidden states of the largest step."""
     check_ranks: bool = False
     """Compare what the ranks are given, every step; for debugging, it costs a collective a step."""
 

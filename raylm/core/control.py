@@ -17,6 +17,10 @@ class ResetCache(msgspec.Struct, tag="reset_cache", frozen=True):
     """Let no cached block be found any more. Running requests go on with theirs."""
 
 
+RECORDING = "recording"
+"""What a worker answers to StartProfile once it records."""
+
+
 class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
     """Have every worker record its steps, into a file of its own in runtime.profile_folder."""
 

@@ -148,7 +148,7 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, this rank's inputs], returns the full
-    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves small sums to that."""
+    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves the sums that this takes to it."""
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ from raylm.parallel.context import ParallelContext
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
 
+LEAST_ROWS_TO_SPLIT = 64
+
 
 def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
     """The sum of every tensor rank's x, the same to the bit on all of them; x may be overwritten."""
@@ -56,7 +58,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, contex
 
 def all_gather(x: Tensor, context: ParallelContext, *, split: bool = False) -> Tensor:
     """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size].
-    With `split`, the `share_of` its rows alone."""
+    With `split`, the `share_of` its rows alone: then T is a multiple of tensor_size."""
     if context.tensor_size == 1:
         return x
     if context.reducer is not None and context.reducer.takes_gather(x):
@@ -66,14 +68,16 @@ def all_gather(x: Tensor, context: ParallelContext, *, split: bool = False) -> T
 
 
 def splits_rows(num_rows: int, context: ParallelContext) -> bool:
-    """Whether each tensor rank had better do its share of so many rows than all of them, though it has to ask for the
-    results of the others: where they are many, and even shares of an even number."""
-    return context.reducer is not None and num_rows >= 64 and num_rows % (2 * context.tensor_size) == 0
+    """Whether each tensor rank had better draw tokens for its share of so many rows than for all of them, though it has
+    to ask for those of the others: where they are many. Shares are even: of the tokens, two are 16 bytes."""
+    even = num_rows % (2 * context.tensor_size) == 0
+    return context.reducer is not None and num_rows >= LEAST_ROWS_TO_SPLIT and even
 
 
 def share_of(num_rows: int, context: ParallelContext) -> slice:
-    """This tensor rank's of the rows; a multiple of their number."""
-    share = num_rows // context.tensor_size
+    """This tensor rank's of rows whose number is a multiple of the ranks'."""
+    share, left = divmod(num_rows, context.tensor_size)
+    assert not left, f"{num_rows} rows for {context.tensor_size} ranks"
     return slice(context.tensor_rank * share, (context.tensor_rank + 1) * share)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from raylm.core.control import RECORDING
 from raylm.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,7 +46,7 @@ class StepProfiler:
             return f"nothing is recorded: {error}"
         self._recording = recording
         self._steps_left = num_steps
-        return "recording" if num_steps is None else f"recording {num_steps} steps"
+        return RECORDING if num_steps is None else f"{RECORDING} {num_steps} steps"
 
     def step_ended(self) -> None:
         """A step has been submitted; once the last of `num_steps` has, the file is written beside the next ones."""

@@ -90,12 +90,20 @@ def test_a_kind_is_held_against_what_it_needs() -> None:
     needed = {"products": Need(8e6, 1e9), "norms": Need(1e6, 0.0), "activation": Need(1e9, 0.0)}
     peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
     products, norms, step = kind_results(
-        {"norms": (1.0, 2.0), "products": (4.0, 3.0)}, needed, peaks, model="m", batch=1, step_us=6.0, layers=2
+        {"norms": (1.0, 4.0), "products": (4.0, 3.0)}, needed, peaks, model="m", batch=1, step_us=6.0, layers=2
     )
     assert (products.kind, products.roofline_share, products.memory_idle_us) == ("products", 0.5, 2.0)
     assert (norms.kind, norms.roofline_share, norms.memory_idle_us) == ("norms", 0.25, 0.75)
     assert products.mb == 8 and norms.gflop == 0
-    assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 5.0, 9.0, 3.75)
+    assert (step.kind, step.kernels, step.mb, step.memory_idle_us) == ("the step", 7.0, 9.0, 3.75)
+
+
+def test_norms_may_be_part_of_sums_over_ranks() -> None:
+    own = {"norms": (1.0, 1.0), "sums over ranks": (3.0, 3.0)}
+    peaks = Peaks(bytes_per_s=4e12, flops_per_s=1e15)
+    sums, norms, step = kind_results(own, {"norms": Need(4e6, 0.0)}, peaks, model="m", batch=1, step_us=4.0, layers=2)
+    assert (sums.kind, sums.mb, sums.roofline_share) == ("sums over ranks", 3.0, 0.25)
+    assert (norms.kind, norms.mb, norms.roofline_share, step.mb) == ("norms", 1.0, 0.25, 4.0)
 
 
 def test_weights_of_the_layers_may_have_fewer_bytes_than_the_head(llama: ArchConfig) -> None:

@@ -294,7 +294,7 @@ def _check_gathers(rank: int, calls: int = 300) -> None:
 def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
     """Between calls of other kinds and sizes, so that slots and flags change hands."""
     digests = []
-    with _reducer(rank, SizeLimits(2 << 20, CAPACITY)) as reducer:
+    with _reducer(rank, SizeLimits(2 << 20, 2 * CAPACITY)) as reducer:
         shapes = [(1, 8), (1, 4096), (3, 576), (64, 4096), (2, 8192), (17, 16_384 // (dtype.itemsize // 2)), (64, 64)]
         shapes += [(129, 1024), (255, 2048), (256, 576), (511, 64), (300, 1032), (128, 4096), (640, 256)]
         for seed, (rows, hidden) in enumerate(shapes * 10):

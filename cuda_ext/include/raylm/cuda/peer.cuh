@@ -16,8 +16,8 @@
 // kernels before them). In call n + 1 it met every peer, and a peer raises a flag of call n + 1 only after its own kernel
 // of call n has ended, with all its reads. So nobody reads slots n % 2 any more, in whatever sizes and parts, and from
 // whichever side, calls n and n + 2 use them. This needs a call to have the same number, hence the same slot, in all
-// blocks: a call of few blocks counts for those it does without as well (PeerCall::end). A second meeting in a call
-// adds order, and takes none away.
+// blocks, so that a call of few blocks counts for those it does without as well (PeerCall::end), and all calls on a window
+// to be given the same capacity. A second meeting in a call adds order, and takes none away.
 //
 // A flag holds the number of the last call for which it was raised; it never falls. A peer may be one call ahead, so
 // that a block waits for its own number or more. 64 bits do not wrap, so a flag that a block has not used for days is
