@@ -19,8 +19,8 @@ target_sources(raylm_kernels PRIVATE
   csrc/cuda/decode_prefixes.cu csrc/cuda/decode_codes.cu csrc/cuda/prefill_hopper.cu csrc/cuda/tile_linear.cu
   csrc/cuda/experts.cu csrc/cuda/patched_linear_affine.cu csrc/cuda/prefill_attention.cu
   csrc/cuda/patched_linear_floats.cu csrc/cuda/patched_linear_int8.cu
-  csrc/cuda/all_gather.cu csrc/cuda/all_reduce.cu csrc/cuda/attention.cu csrc/cuda/gated.cu csrc/cuda/gated_linear.cu csrc/cuda/linear.cu
-  csrc/cuda/logits.cu csrc/cuda/logprobs.cu csrc/cuda/norm.cu csrc/cuda/patched_linear.cu
+  csrc/cuda/all_gather.cu csrc/cuda/all_reduce.cu csrc/cuda/attention.cu csrc/cuda/gated.cu
+  csrc/cuda/gated_linear.cu csrc/cuda/linear.cu csrc/cuda/logits.cu csrc/cuda/logprobs.cu csrc/cuda/norm.cu csrc/cuda/patched_linear.cu
   csrc/cuda/patched_linear_mxfp8.cu csrc/cuda/patched_linear_nf4.cu csrc/cuda/patched_linear_rows.cu
   csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu
   csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu csrc/cuda/prefixes.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu

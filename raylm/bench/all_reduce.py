@@ -19,6 +19,8 @@ from torch import Tensor
 from raylm import ops
 from raylm.bench.report import AllReduceResult, GatherResult, SumNormResult
 from raylm.errors import ConfigError, RaylmError
+from raylm.parallel.collectives import all_gather
+from raylm.parallel.context import ParallelContext
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
 from raylm.parallel.peer_windows import MAX_RANKS
 
@@ -133,18 +135,16 @@ def _connected(
 def _gathers(rows: list[int], cpu: dist.ProcessGroup, device: torch.device) -> Results:
     ranks = dist.get_world_size()
     reducer, columns = _connected(cpu, device, None, None), -(-_VOCAB // ranks // 8) * 8
+    rank = dist.get_rank()
+    context = ParallelContext(rank, rank, ranks, 0, 1, device)  # without a reducer, so that NCCL gathers
     results: Results = []
     for number in rows:
         x = torch.zeros(number, columns, dtype=torch.bfloat16, device=device)
-        results.append(GatherResult("all-gather", ranks, number, *_us(x, cpu, _gathered, reducer.gather)))
+        results.append(
+            GatherResult("all-gather", ranks, number, *_us(x, cpu, lambda x: all_gather(x, context), reducer.gather))
+        )
     reducer.close()
     return results
-
-
-def _gathered(x: Tensor) -> None:
-    parts = x.new_empty(dist.get_world_size() * len(x), x.shape[1])
-    dist.all_gather_into_tensor(parts, x)
-    parts.view(-1, *x.shape).movedim(0, -2).flatten(-2)
 
 
 def _norm_ways(once: PeerReducer, split: PeerReducer, weight: Tensor, x: Tensor) -> tuple[Reduce, ...]:

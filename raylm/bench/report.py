@@ -198,8 +198,8 @@ class AllReduceResult:
 
 @dataclass(frozen=True, slots=True)
 class GatherResult:
-    """A product's `rows` of 128,256 columns, which `ranks` GPUs have their parts of, on all of them: microseconds in a
-    CUDA graph."""
+    """An all-gather of logits over `ranks` GPUs: `rows` of 128,256 columns, split by column. Microseconds in a CUDA
+    graph."""
 
     bench: str
     ranks: int

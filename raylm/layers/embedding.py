@@ -78,7 +78,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor, *, split: bool = False) -> Tensor:
         """hidden [S, hidden_size] times this table's transpose, plus the bias: [S, vocab_size] in hidden's type, on
-        every rank; with `split`, of its share of the rows (collectives.share_of) alone."""
+        every rank. With `split`, each rank gets only its share of the rows (collectives.share_of)."""
         logits = collectives.all_gather(self.weight.matmul(hidden, self.bias), self._context, split=split)
         return logits if logits.shape[-1] == self._vocab_size else logits[:, : self._vocab_size]
 

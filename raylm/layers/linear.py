@@ -148,7 +148,8 @@ class QKVParallelLinear(_FusedColumnLinear):
 
 class RowParallelLinear(nn.Module):
     """Inputs are split between the ranks, which sum their results: takes [T, this rank's inputs], returns the full
-    [T, out_size] on every rank. With `norm_follows`, an RMSNorm that sums, it leaves the sums that this takes to it."""
+    [T, out_size] on every rank. With `norm_follows`, the next RMSNorm sums over the ranks: where collectives.norm_sums,
+    this returns the rank's partial sum."""
 
     def __init__(
         self,

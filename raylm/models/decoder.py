@@ -101,8 +101,8 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: Tensor, *, split: bool = False) -> Tensor:
         """hidden [S, hidden_size], as forward returns it at the last stage -> [S, vocab_size] on each of its ranks, of
-        the model's type; float32 where the logits are capped. With `split`, each of them has its share of the rows
-        (collectives.share_of) alone."""
+        the model's type; float32 where the logits are capped. With `split`, each rank gets only its share of the
+        rows (collectives.share_of)."""
         logits = self._head.logits(hidden, split=split)
         if self.arch.logits_divisor != 1.0:
             logits = logits.div_(self.arch.logits_divisor)

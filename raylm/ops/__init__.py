@@ -538,11 +538,11 @@ def peer_all_reduce(
 def peer_all_gather(
     x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, *, split: bool = False
 ) -> Tensor:
-    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks]. With `split`, rank r of them gets the
-    rows from T / ranks * r on alone, T / ranks of them.
+    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks]. With `split`, rank r gets only the
+    T / ranks rows from r * T / ranks on.
 
-    As peer_all_reduce calls are, with the same windows, for a contiguous x of any type whose rows are a multiple of 16
-    bytes; a window has place for one from each of the other ranks, and what is more goes in parts.
+    Called like peer_all_reduce, with the same windows. x is contiguous, of any type; a row is a multiple of 16 bytes,
+    at most capacity / (ranks - 1). Rows that do not fit a window together take several launches.
     """
     return _peer_all_gather(x, windows, rank, capacity, limit_s, split)
 
@@ -560,7 +560,7 @@ def peer_add_rms_norm(
     """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
 
     As peer_all_reduce and add_rms_norm one after the other, for rows of a multiple of 16 bytes, up to 32 KiB. x itself
-    stays as it is. `capacity` covers the x of all other ranks.
+    stays as it is. `capacity` is at least (ranks - 1) times the bytes of x.
     """
     return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 

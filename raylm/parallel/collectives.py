@@ -13,6 +13,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 """torch 2.13 has another name for it."""
 
 LEAST_ROWS_TO_SPLIT = 64
+"""Sampled rows from which on each tensor rank samples only its share of them."""
 
 
 def all_reduce(x: Tensor, context: ParallelContext) -> Tensor:
@@ -58,7 +59,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, contex
 
 def all_gather(x: Tensor, context: ParallelContext, *, split: bool = False) -> Tensor:
     """Every tensor rank's x [..., n], joined along the last dimension in the order of ranks: [..., n * tensor_size].
-    With `split`, the `share_of` its rows alone: then T is a multiple of tensor_size."""
+    With `split`, each rank gets only the rows `share_of` names; x is [T, n] then, T a multiple of tensor_size."""
     if context.tensor_size == 1:
         return x
     if context.reducer is not None and context.reducer.takes_gather(x):
@@ -68,14 +69,18 @@ def all_gather(x: Tensor, context: ParallelContext, *, split: bool = False) -> T
 
 
 def splits_rows(num_rows: int, context: ParallelContext) -> bool:
-    """Whether each tensor rank had better draw tokens for its share of so many rows than for all of them, though it has
-    to ask for those of the others: where they are many. Shares are even: of the tokens, two are 16 bytes."""
+    """Whether each tensor rank samples only its share of the rows, after which the ranks exchange token ids.
+
+    That costs a second gather, so it takes many rows and a reducer. A share must be even: reducers gather 16 bytes at a
+    time, which are two token ids.
+    """
     even = num_rows % (2 * context.tensor_size) == 0
     return context.reducer is not None and num_rows >= LEAST_ROWS_TO_SPLIT and even
 
 
 def share_of(num_rows: int, context: ParallelContext) -> slice:
-    """This tensor rank's of rows whose number is a multiple of the ranks'."""
+    """This tensor rank's rows, out of as many equal shares as there are ranks. `num_rows` must be a multiple of
+    tensor_size."""
     share, left = divmod(num_rows, context.tensor_size)
     assert not left, f"{num_rows} rows for {context.tensor_size} ranks"
     return slice(context.tensor_rank * share, (context.tensor_rank + 1) * share)

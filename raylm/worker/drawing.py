@@ -1,4 +1,4 @@
-"""Tokens of rows that want nothing but that, straight from hidden states."""
+"""Sampling from hidden states, for rows without logits processors and log probabilities."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from raylm.parallel import collectives
 
 
 def draw(model: DecoderModel, hidden: Tensor, settings: Sequence[Tensor], positions: Tensor) -> Tensor:
-    """The tokens that follow hidden [S, hidden_size]: int64 [S], on every tensor rank. `settings` and positions as
-    ops.sample has them, which draws the tokens: of many rows each rank those of its share, whose logits alone it is
-    given."""
+    """Sample a token after each of hidden [S, hidden_size]: token ids, int64 [S], the same on every tensor rank.
+
+    `settings` and `positions` are those of ops.sample. Where `collectives.splits_rows`, a rank gathers logits and
+    samples for its share of the rows only, and the ranks exchange token ids.
+    """
     context, num_rows = model.context, len(hidden)
     if not collectives.splits_rows(num_rows, context):
         return ops.sample(model.logits(hidden), *settings, positions)

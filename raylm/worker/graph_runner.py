@@ -104,8 +104,8 @@ class GraphRunner:
     """Runs steps through graphs.
 
     `forward` maps an InputBatch and what the stage begins with to hidden states [T, hidden_size]; it launches the same
-    kernels whatever the values are. So does `draw` where `samples` says so: then a graph goes on to the tokens that it
-    samples after hidden states, given the rows' settings and the positions that the tokens go to. A stage that `begins`
+    kernels whatever the values are. `draw` samples token ids from hidden states, the rows' settings and the tokens'
+    positions. Where `samples` says so, it too launches the same kernels, and graphs include it. A stage that `begins`
     takes the batch's token ids, others the hidden states that they are given. The longest sequence that a graph may
     meet is the table's max_model_len.
     """

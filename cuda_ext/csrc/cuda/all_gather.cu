@@ -11,7 +11,7 @@ constexpr int64_t kFewThreads = 128;  // of a block, until all blocks are in use
 // Bytes of a row.
 int64_t check(const Tensor& x, const Peers& peers, bool split) {
   Arg(kOp, "x", x).on_device_of(x).dim(2).contiguous();
-  const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size()), most = peers.capacity / (peers.ranks - 1);
+  const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size()), most = bytes_from_each(peers);
   if (!is_aligned(x.data_ptr()) || bytes % 16 != 0) {
     fail(kOp, "x has rows of ", bytes, " bytes at ", x.data_ptr(), ", must be a multiple of 16 at a multiple of 16");
   }
@@ -35,7 +35,7 @@ Tensor peer_all_gather(Tensor x, Tensor windows, int64_t rank, int64_t capacity,
   const Guard guard(x.get_device_index());
   const char* from = static_cast<const char*>(x.data_ptr());
   char* to = static_cast<char*>(out.data_ptr());
-  const int64_t most = capacity / (peers.ranks - 1) / bytes;  // rows that a window has place for
+  const int64_t most = bytes_from_each(peers) / bytes;  // rows of a launch
   for (int64_t row = 0; row < rows; row += most) {
     const int64_t vecs = std::min(most, rows - row) * bytes / 16;
     const GatherParams params{reinterpret_cast<const uint4*>(from + row * bytes),

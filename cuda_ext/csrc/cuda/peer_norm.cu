@@ -8,7 +8,7 @@ namespace {
 constexpr const char* kOp = "peer_add_rms_norm";
 
 void check_sizes(const Tensor& x, int64_t row_bytes, const Peers& peers) {
-  const int64_t bytes = x.size(0) * row_bytes, most = peers.capacity / (peers.ranks - 1);
+  const int64_t bytes = x.size(0) * row_bytes, most = bytes_from_each(peers);
   if (bytes > most) fail(kOp, "x has ", bytes, " bytes, must have at most ", most, " (capacity)");
 }
 

@@ -24,6 +24,9 @@ inline Peers make_peers(const char* op, const Tensor& windows, int64_t rank, int
   return peers;
 }
 
+// Bytes of a slot for each of the other ranks, where these write into it.
+inline int64_t bytes_from_each(const Peers& peers) { return peers.capacity / (peers.ranks - 1); }
+
 // Calls body(std::integral_constant<int, n>{}) with the bound on the number of ranks that the kernel is compiled for.
 template <typename Body>
 void by_ranks(int ranks, const Body& body) {
