@@ -124,14 +124,15 @@ def _weight_items(scheme: Scheme) -> WeightItems:
 def _trace(engine: Engine, batch: int, work: Work, model: _Model) -> Traced:
     for attempt in range(2):  # First times are not what a trace is about.
         run_work(engine, batch, work, salt=attempt, watch=nullcontext())
-    _, seconds = run_work(engine, batch, work, salt=2, watch=nullcontext())
+    seconds = run_work(engine, batch, work, salt=2, watch=nullcontext()).seconds
     spans: list[Span] = []
-    steps, _ = run_work(engine, batch, work, salt=3, watch=_recorded(engine, spans))
+    done = run_work(engine, batch, work, salt=3, watch=_recorded(engine, spans))
+    steps = done.steps
     result = summarize(spans, model=model.name, batch=batch, steps=steps, seconds=seconds)
     item, cache_item = (getattr(torch, name).itemsize for name in (engine.info.dtype, engine.info.cache_dtype))
     needed = needs(
         model.arch,
-        _shape(batch, work, steps),
+        _shape(batch, work, done),
         item=item,
         weight_items=model.items,
         cache_item=cache_item,
@@ -162,27 +163,37 @@ def _recorded(engine: Engine, spans: list[Span]) -> Iterator[None]:
         spans += read_trace(json.load(file))
 
 
-def _shape(batch: int, work: Work, steps: int) -> StepShape:
+class Done(NamedTuple):
+    """Work that was done: the steps that were watched, their seconds, and those before, in which some requests decoded
+    while the prompts of others were computed."""
+
+    steps: int
+    seconds: float
+    steps_of_prompts: int
+
+
+def _shape(batch: int, work: Work, done: Done) -> StepShape:
     """What one of the steps has to do, on average."""
     if work.prefill:
-        return prefill_shape(batch / steps, work.prompt_len)
-    return decode_shape(batch, work.prompt_len + 1 + _WARMUP_STEPS + work.steps / 2)
+        return prefill_shape(batch / done.steps, work.prompt_len)
+    return decode_shape(batch, work.prompt_len + 1 + done.steps_of_prompts / 2 + _WARMUP_STEPS + work.steps / 2)
 
 
-def run_work(
-    engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]
-) -> tuple[int, float]:
-    """Do the work once, the steps in question under `watch`. Returns how many they were, and their seconds. `salt`
-    makes the prompts differ."""
-    max_tokens = 1 if work.prefill else _WARMUP_STEPS + work.steps + 8
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+def run_work(engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]) -> Done:
+    """Do the work once, the steps in question under `watch`. `salt` makes the prompts differ.
+
+    Raises ConfigError where a request is as long as the model takes before they are over.
+    """
+    params = SamplingParams(temperature=0, max_tokens=1 if work.prefill else None, ignore_eos=True)
     token_ids = prompt_token_ids(engine.info.vocab_size, engine.info.eos_token_ids)
     draw = random.Random(salt)
     for index in range(batch):
         engine.add([f"{salt}.{index}"], draw.choices(token_ids, k=work.prompt_len), params)
+    steps_of_prompts = 0
     if not work.prefill:
         while engine.stats().waiting:
             engine.step()
+            steps_of_prompts += 1
         for _ in range(_WARMUP_STEPS):
             engine.step()
     with watch:
@@ -192,10 +203,13 @@ def run_work(
             engine.step()
             steps += 1
         seconds = perf_counter() - began
+    ended = 0 if work.prefill else batch - engine.stats().running
     engine.abort_all()
     while engine.has_work:
         engine.step()
-    return steps, seconds
+    if ended:
+        raise ConfigError(f"{ended} of {batch} requests ended before {work.steps} steps: raise model.max_model_len")
+    return Done(steps, seconds, steps_of_prompts)
 
 
 def read_trace(trace: dict[str, list[dict[str, object]]]) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from raylm.bench.dummy import write_dummy, write_shape
 from raylm.bench.experts import experts_touched
 from raylm.bench.shapes import SHAPES
-from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, short_name, summarize, trace_steps
+from raylm.bench.trace import Span, Traced, Work, draw_trace, read_trace, run_work, short_name, summarize, trace_steps
 from raylm.config.engine import EngineConfig, ParallelConfig
+from raylm.engine.factory import offline_engine
 from raylm.errors import ConfigError
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
@@ -100,6 +102,24 @@ def test_experts_that_a_step_goes_to_are_counted(tmp_path: Path) -> None:
     one, many = experts_touched(config, [1, 12], Work(steps=2, prompt_len=4))
     assert one.touched == 2 and one.share == pytest.approx(1) and one.experts == 6
     assert 2 < many.touched <= 6 and many.at_random == pytest.approx(6 * (1 - (2 / 3) ** 12))
+
+
+def test_all_requests_decode_however_long_their_prompts_took(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate(
+        {
+            "model": {"path": str(checkpoints.FAMILIES["llama"](tmp_path)), "max_model_len": 48},
+            "runtime": {"device": "cpu"},
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 32},
+        }
+    )
+    engine = offline_engine(config, progress=False)
+    try:
+        done = run_work(engine, 5, Work(steps=2, prompt_len=16), salt=0, watch=nullcontext())
+        assert done.steps == 2 and done.steps_of_prompts >= 3
+        with pytest.raises(ConfigError, match=r"requests ended before 30 steps: raise model\.max_model_len"):
+            run_work(engine, 5, Work(steps=30, prompt_len=16), salt=0, watch=nullcontext())
+    finally:
+        engine.shutdown()
 
 
 def test_a_model_without_experts_has_none_to_count(tmp_path: Path) -> None:
