@@ -10,7 +10,7 @@ from raylm import ops
 from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
-from raylm.parallel.context import ParallelContext
+from raylm.parallel.context import ParallelContext, Sent
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> ops.Rows:
+    def forward(self, x: Tensor, delta: Tensor | Sent | None = None) -> ops.Rows:
         """The norm of x [..., size]; with a delta (of x's shape), this is added to x in place first."""
         if self._scales:
             return self._scaled(x, delta)
@@ -49,12 +49,12 @@ class RMSNorm(nn.Module):
             return collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context)
         return ops.add_rms_norm(delta, x, self.weight, self._eps)
 
-    def _invariant(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def _invariant(self, x: Tensor, delta: Tensor | Sent | None) -> Tensor:
         if delta is None:
             return ops.invariant_rms_norm(x, self.weight, self._eps)
         return ops.invariant_rms_norm(delta, self.weight, self._eps, x)
 
-    def _scaled(self, x: Tensor, delta: Tensor | None) -> ops.ScaledRows:
+    def _scaled(self, x: Tensor, delta: Tensor | Sent | None) -> ops.ScaledRows:
         if delta is None:
             return ops.scaled_rms_norm(x, self.weight, self._eps)
         if self._sums and collectives.norm_sums(delta, self._context):
@@ -87,7 +87,7 @@ class LayerNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
         self.bias = empty_parameter(size, dtype=dtype, device=context.device) if bias else None
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> ops.Rows:
+    def forward(self, x: Tensor, delta: Tensor | Sent | None = None) -> ops.Rows:
         """As RMSNorm.forward."""
         if delta is not None:
             x.add_(delta)

@@ -8,7 +8,7 @@ from raylm import ops
 from raylm.layers.linear import RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.parallel import collectives
-from raylm.parallel.context import ParallelContext
+from raylm.parallel.context import ParallelContext, Sent
 
 
 class ResidualStream:
@@ -28,7 +28,7 @@ class ResidualStream:
         self._context = context
         self._norms_sum = norms_sum
         self._multiplier = multiplier
-        self._waiting: Tensor | None = None
+        self._waiting: Tensor | Sent | None = None
 
     def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
         """The norm of the stream; `norm` was made without `scales`."""
@@ -42,20 +42,24 @@ class ResidualStream:
         rows: ops.Rows = norm(self._hidden, waiting)
         return rows
 
-    def add(self, delta: Tensor) -> None:
+    def add(self, delta: Tensor | Sent) -> None:
         """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
         assert self._waiting is None, "the stream is read between two additions"
-        self._waiting = delta if self._multiplier == 1.0 else delta.mul_(self._multiplier)
+        assert isinstance(delta, Tensor) or self._multiplier == 1.0, "what has been sent is not multiplied any more"
+        self._waiting = delta.mul_(self._multiplier) if isinstance(delta, Tensor) and self._multiplier != 1.0 else delta
 
     def add_product(self, linear: RowParallelLinear, x: ops.Rows) -> None:
-        """Add linear(x): of many rows without another pass over the stream."""
-        if not linear.add_product(self._hidden, x, self._multiplier):
+        """Add linear(x): of many rows without another pass over the stream, or on their way to other ranks already."""
+        if self._multiplier == 1.0 and (sent := linear.send_product(x)) is not None:
+            self.add(sent)
+        elif not linear.add_product(self._hidden, x, self._multiplier):
             self.add(linear(x))
 
     def total(self) -> Tensor:
         """The stream itself, with everything added that waits."""
         if (waiting := self._waiting) is not None:
             self._waiting = None
+            assert isinstance(waiting, Tensor), "what ranks are sent is for a norm"
             # Without a norm behind it, what was left to one is summed here.
             left = self._norms_sum and collectives.norm_sums(waiting, self._context)
             self._hidden.add_(collectives.all_reduce(waiting, self._context) if left else waiting)

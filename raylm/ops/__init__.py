@@ -60,6 +60,12 @@ from raylm.ops.patches import pack_nf4 as pack_nf4
 from raylm.ops.patches import patch_bytes as patch_bytes
 from raylm.ops.patches import quantise_fp8 as quantise_fp8
 from raylm.ops.patches import unpack as unpack
+from raylm.ops.peers import peer_add_rms_norm as peer_add_rms_norm
+from raylm.ops.peers import peer_all_gather as peer_all_gather
+from raylm.ops.peers import peer_all_reduce as peer_all_reduce
+from raylm.ops.peers import peer_send_rows as peer_send_rows
+from raylm.ops.peers import peer_sent_add_rms_norm as peer_sent_add_rms_norm
+from raylm.ops.peers import peer_split_add_rms_norm as peer_split_add_rms_norm
 from raylm.ops.prefixes import MOST_PREFIX_SEQS as MOST_PREFIX_SEQS
 from raylm.ops.prefixes import MOST_SHARERS as MOST_SHARERS
 from raylm.ops.prefixes import PREFIX_HEAD_DIM as PREFIX_HEAD_DIM
@@ -105,10 +111,6 @@ _token_logprobs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.op
 _gather_logprobs: Callable[..., Tensor] = torch.ops.raylm.gather_logprobs.default
 _mask_logits: Callable[..., None] = torch.ops.raylm.mask_logits.default
 _bias_logits: Callable[..., None] = torch.ops.raylm.bias_logits.default
-_peer_all_reduce: Callable[..., None] = torch.ops.raylm.peer_all_reduce.default
-_peer_all_gather: Callable[..., Tensor] = torch.ops.raylm.peer_all_gather.default
-_peer_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_add_rms_norm.default
-_peer_split_add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.peer_split_add_rms_norm.default
 
 MAX_ARRIVALS = 4096
 """Counters that paged_attention has a use for: more blocks than any GPU runs at a time."""
@@ -519,69 +521,6 @@ def bias_logits(logits: Tensor, table_rows: Tensor, ids: Tensor, values: Tensor,
     [M], counts int32 [X]. A row outside the tables is an error; the CUDA kernel cannot raise one and adds nothing.
     """
     _bias_logits(logits, table_rows, ids, values, counts)
-
-
-def peer_all_reduce(
-    x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, *, two_shot: bool = False
-) -> None:
-    """x = the sum of every rank's x, in place: the same bits on every rank, from either kind of shot.
-
-    Every rank calls it with a contiguous x of the same shape (a multiple of 16 bytes, at most `capacity`), in the same
-    order on one stream. `windows` (int64 [ranks], on the CPU) are the addresses of the ranks' windows, each of
-    `capacity` bytes (raylm.ops.peer_memory), in the order of ranks. A rank that waits for another one longer than
-    limit_s fails: its CUDA context is lost. On CUDA with the compiled extension only;
-    raylm.parallel.peer_reduce.PeerReducer sets all of it up.
-    """
-    _peer_all_reduce(x, windows, rank, capacity, limit_s, two_shot)
-
-
-def peer_all_gather(
-    x: Tensor, windows: Tensor, rank: int, capacity: int, limit_s: float, *, split: bool = False
-) -> Tensor:
-    """Every rank's x [T, n] side by side, in the order of ranks: [T, n * ranks]. With `split`, rank r gets only the
-    T / ranks rows from r * T / ranks on.
-
-    Called like peer_all_reduce, with the same windows. x is contiguous, of any type; a row is a multiple of 16 bytes,
-    at most capacity / (ranks - 1). Rows that do not fit a window together take several launches.
-    """
-    return _peer_all_gather(x, windows, rank, capacity, limit_s, split)
-
-
-def peer_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    windows: Tensor,
-    rank: int,
-    capacity: int,
-    limit_s: float,
-) -> Tensor:
-    """residual [T, H] += the sum of every rank's x [T, H], in place; returns the norm of the new residual.
-
-    As peer_all_reduce and add_rms_norm one after the other, for rows of a multiple of 16 bytes, up to 32 KiB. x itself
-    stays as it is. `capacity` is at least (ranks - 1) times the bytes of x.
-    """
-    return _peer_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
-
-
-def peer_split_add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    windows: Tensor,
-    rank: int,
-    capacity: int,
-    limit_s: float,
-) -> Tensor:
-    """As peer_add_rms_norm for any number of rows T, of which each rank norms its share and gives it to the others.
-
-    Rank r of n owns the rows T * r // n up to T * (r + 1) // n, and only their residual is changed: what it holds of
-    other rows is not read. The norm has all rows, with the same bits on every rank. `windows` are not those of other
-    operators, and `capacity` covers (n - 1) shares of the most rows that a rank owns, ceil(T / n).
-    """
-    return _peer_split_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s)
 
 
 @functools.cache

@@ -133,6 +133,11 @@ SCHEMAS = {
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
     ),
+    "peer_send_rows": ("(Tensor x, int to, int rows, Tensor windows, int rank, int capacity, int number) -> ()"),
+    "peer_sent_add_rms_norm": (
+        "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
+        "float limit_s, int number) -> Tensor"
+    ),
     "peer_split_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
@@ -297,6 +302,8 @@ _FAKES = {
     "peer_all_reduce": _nothing,
     "peer_all_gather": _gathered,
     "peer_add_rms_norm": _like,
+    "peer_send_rows": _nothing,
+    "peer_sent_add_rms_norm": lambda x, residual, *_: residual.new_empty(residual.shape),
     "peer_split_add_rms_norm": _like,
 }
 for _name, _fake in _FAKES.items():

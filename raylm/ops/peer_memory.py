@@ -64,7 +64,13 @@ def missing(device: int) -> str | None:
     status = extension.load()
     if not status.loaded:
         return str(status)
-    for name in ("peer_all_reduce", "peer_all_gather", "peer_add_rms_norm", "peer_split_add_rms_norm"):
+    for name in (
+        "peer_all_reduce",
+        "peer_all_gather",
+        "peer_add_rms_norm",
+        "peer_split_add_rms_norm",
+        "peer_send_rows",
+    ):
         if name not in status.ops.get("cuda", ()):
             return f"the compiled extension {status.path} has no {name}"
     if _PART in (name := torch.cuda.get_device_name(device)):

@@ -38,6 +38,9 @@ class ScaledRows:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def __getitem__(self, rows: slice) -> ScaledRows:
+        return ScaledRows(self.codes[rows], self.scales[rows])
+
 
 Rows = Tensor | ScaledRows
 """What a linear layer multiplies its weight by."""

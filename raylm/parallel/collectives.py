@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.parallel.context import ParallelContext
+from raylm.parallel.context import ParallelContext, Sent
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
@@ -37,8 +39,10 @@ def _sum_in_order(x: Tensor, context: ParallelContext) -> Tensor:
     return total.to(x.dtype)
 
 
-def norm_sums(x: Tensor, context: ParallelContext) -> bool:
+def norm_sums(x: Tensor | Sent, context: ParallelContext) -> bool:
     """Whether a norm takes the tensor ranks' sum of x [T, H] upon itself."""
+    if isinstance(x, Sent):
+        return True
     return context.reducer is not None and context.reducer.takes_norm(x, x)
 
 
@@ -47,7 +51,14 @@ def all_reduce_or_leave(x: Tensor, context: ParallelContext, *, norm_follows: bo
     return x if norm_follows and norm_sums(x, context) else all_reduce(x, context)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, context: ParallelContext) -> Tensor:
+def sent(product: Callable[[slice], Tensor], rows: int, row_bytes: int, context: ParallelContext) -> Sent | None:
+    """`product` of `rows` rows, some after others: this rank's part of a sum for `add_rms_norm`, sent to the tensor
+    ranks that norm it while it is computed. None where that gains nothing."""
+    reducer = context.reducer
+    return reducer.send(product, rows) if reducer is not None and reducer.sends(rows, row_bytes) else None
+
+
+def add_rms_norm(x: Tensor | Sent, residual: Tensor, weight: Tensor, eps: float, context: ParallelContext) -> Tensor:
     """As ops.add_rms_norm; an x that `norm_sums` is this rank's part of it alone.
 
     The residual of such an x is for the next norm of as many rows only: its rows may be kept up to date on one rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -38,7 +39,21 @@ class Reducer(Protocol):
 
     def takes_norm(self, x: Tensor, residual: Tensor) -> bool: ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(self, x: Tensor | Sent, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def sends(self, rows: int, row_bytes: int) -> bool: ...
+
+    def send(self, product: Callable[[slice], Tensor], rows: int) -> Sent: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """This rank's part of a sum over the tensor ranks, of the rows that it norms: [share of T, H]. The other ranks have
+    been sent its part of theirs."""
+
+    own: Tensor
+    number: int
+    """Of the sum, as the operators count them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ help, so it may be captured in CUDA graphs. Where there are many rows, a sum and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from raylm import ops
+from raylm.parallel.context import Sent
 from raylm.parallel.peer_windows import SharedWindows, connect_windows
 
 MAX_NORM_ROW_BYTES = 32 * 1024
+LEAST_SENT_ROWS = 2048
+"""Fewer are summed before a copy engine has begun."""
 _KIB = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -94,6 +98,9 @@ class PeerReducer:
         self._limit_s = limit_s
         self._split = None if split is None else _Split(*split)
         self._cells = cells
+        self._copies = torch.cuda.Stream(windows.device)
+        """Of rows that are sent while products run."""
+        self._num_sent = 0
 
     @property
     def cells(self) -> ops.PeerCells | None:
@@ -136,7 +143,35 @@ class PeerReducer:
             and residual.data_ptr() % 16 == 0
         )
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def sends(self, rows: int, row_bytes: int) -> bool:
+        """Whether a product of so many rows had better be summed by `send`, which counts on the host: in no graph."""
+        split = self._split is not None and rows >= LEAST_SENT_ROWS and self._split.limits.takes(rows, row_bytes)
+        return split and not torch.cuda.is_current_stream_capturing()
+
+    def send(self, product: Callable[[slice], Tensor], rows: int) -> Sent:
+        """Compute `product` of some of `rows` rows after others: first those that the other ranks norm, each of which
+        is sent its rows while the next are computed. Only where this rank `sends`; for add_rms_norm."""
+        assert self._split is not None, "it sends"
+        windows, self._num_sent = self._split.windows, self._num_sent + 1
+        compute, copies = torch.cuda.current_stream(windows.device), self._copies
+        for other in range(windows.rank + 1, windows.rank + windows.ranks):
+            to = other % windows.ranks
+            part = product(_share(rows, to, windows.ranks))
+            copies.wait_stream(compute)
+            with torch.cuda.stream(copies):
+                ops.peer_send_rows(
+                    part,
+                    to=to,
+                    rows=rows,
+                    windows=windows.addresses,
+                    rank=windows.rank,
+                    capacity=windows.capacity,
+                    number=self._num_sent,
+                )
+            part.record_stream(copies)
+        return Sent(product(_share(rows, windows.rank, windows.ranks)), self._num_sent)
+
+    def add_rms_norm(self, x: Tensor | Sent, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual [T, H] += the sum of every rank's x [T, H] in place; returns the norm of the new residual, which has
         the same bits on all ranks.
 
@@ -144,6 +179,11 @@ class PeerReducer:
         a sum and a norm take two. Of many rows each rank has its share, always the same one of as many rows: only there
         is its residual changed, and does it have to be right.
         """
+        if isinstance(x, Sent):
+            assert self._split is not None, "it has sent"
+            windows = self._split.windows
+            place = (windows.addresses, windows.rank, windows.capacity)
+            return ops.peer_sent_add_rms_norm(x.own, residual, weight, eps, *place, self._limit_s, x.number)
         norm, windows = ops.peer_add_rms_norm, self._windows
         if self._split is not None and self._splits(x):
             norm, windows = ops.peer_split_add_rms_norm, self._split.windows
@@ -183,6 +223,11 @@ class PeerReducer:
     def _splits(self, x: Tensor) -> bool:
         """Whether each rank norms its share of the rows of x."""
         return self._split is not None and self._split.limits.takes(len(x), x.shape[1] * x.itemsize)
+
+
+def _share(rows: int, rank: int, ranks: int) -> slice:
+    """The rows that a rank norms."""
+    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
 
 
 def connect_peers(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from raylm.models.load import load_model
 from raylm.models.safetensors import file_tensors
 from raylm.models.staging import Staging
 from raylm.parallel import collectives
-from raylm.parallel.context import ParallelContext
+from raylm.parallel.context import ParallelContext, Sent
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
 from tests.support.threaded_ranks import ThreadedRanks
@@ -195,6 +196,12 @@ class NormReducer:
     def takes_gather(self, x: torch.Tensor) -> bool:
         return False
 
+    def sends(self, rows: int, row_bytes: int) -> bool:
+        return False
+
+    def send(self, product: Callable[[slice], torch.Tensor], rows: int) -> Sent:
+        raise AssertionError("it sends nothing")
+
     def takes_norm(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         return len(x) <= 2
 
@@ -210,18 +217,38 @@ class SplitReducer(NormReducer):
     def takes_norm(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         return len(x) >= 3
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def _shares(self, rows: int) -> list[slice]:
+        ranks = self._context.tensor_size
+        return [slice(rows * r // ranks, rows * (r + 1) // ranks) for r in range(ranks)]
+
+    def add_rms_norm(
+        self, x: torch.Tensor | Sent, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         self.num_norms += 1
-        rank, ranks = self._context.tensor_rank, self._context.tensor_size
-        bounds = [len(x) * r // ranks for r in range(ranks + 1)]
-        own = slice(bounds[rank], bounds[rank + 1])
-        out = torch.zeros_like(x)
-        out[own] = ops.add_rms_norm(self(x)[own], residual[own], weight, eps)
+        own = self._shares(len(residual))[self._context.tensor_rank]
+        out = torch.zeros_like(residual)
+        summed = x.own if isinstance(x, Sent) else self(x)[own]
+        out[own] = ops.add_rms_norm(summed, residual[own], weight, eps)
         residual[: own.start] = residual[own.stop :] = float("nan")
         return self._ranks.all_reduce(out, self._context)
 
 
-@pytest.mark.parametrize("reducer_class", [None, NormReducer, SplitReducer])
+class SendingReducer(SplitReducer):
+    """Sums are on their way while products are computed, a share of the rows after another."""
+
+    num_sent = 0
+
+    def sends(self, rows: int, row_bytes: int) -> bool:
+        return rows >= 3
+
+    def send(self, product: Callable[[slice], torch.Tensor], rows: int) -> Sent:
+        self.num_sent += 1
+        shares, rank = self._shares(rows), self._context.tensor_rank
+        parts = {r: product(shares[r]) for r in (1 - rank, rank)}
+        return Sent(self(torch.cat([parts[0], parts[1]]))[shares[rank]], self.num_sent)
+
+
+@pytest.mark.parametrize("reducer_class", [None, NormReducer, SplitReducer, SendingReducer])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "bloom", "gguf"])
 def test_two_ranks_compute_what_one_does(
     family: str, reducer_class: type[NormReducer] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +271,7 @@ def test_two_ranks_compute_what_one_does(
         context = ParallelContext(rank, rank, 2, 0, 1, CPU, reducer=reducer)
         found = generate(PagedRun(load(path, context=context)), PROMPTS, num_tokens=4)
         assert reducer is None or (reducer.num_norms > 0) == (family not in ("gemma3", "bloom"))
+        assert not isinstance(reducer, SendingReducer) or reducer.num_sent == reducer.num_norms
         return found
 
     with ThreadPoolExecutor(2) as pool:

@@ -42,6 +42,7 @@ constexpr int kMeetings = 8;        // of one call, at most
 struct PeerHeader {
   uint64_t calls[kWindowBlocks];  // ended, by this rank's blocks (few_ranks.cuh: layers); nobody else looks
   alignas(128) uint64_t flags[kMeetings][kWindowBlocks][16];  // [..][rank that raises it]: a line a block
+  alignas(128) uint64_t sent[16];  // [rank that raises it]: peer_split_norm.cuh
 };
 static_assert(sizeof(PeerHeader) % 128 == 0 && kMaxPeers <= 16);
 
@@ -110,6 +111,15 @@ class PeerCall {
   // The same slot of `rank`'s window in every call, for kernels that need no turns (peer_split_norm.cuh).
   __device__ uint4* fixed_slot(int rank, int which) const {
     return reinterpret_cast<uint4*>(peers_.windows[rank] + sizeof(PeerHeader) + which * peers_.capacity);
+  }
+
+  // Returns when every peer has sent its rows for the `number`th time (peer_split_norm.cuh).
+  __device__ void wait_for_rows(uint64_t number) const {
+    if (const int peer = threadIdx.x; is_peer(peer)) {
+      const uint64_t* const flag = &header(peers_.rank)->sent[peer];
+      peers_.until([&] { return load_acquire(flag) >= number; });
+    }
+    __syncthreads();
   }
 
   // Returns when block b of every peer has come to the same meeting. What their threads wrote before can be read then.

@@ -9,6 +9,10 @@
 // to peers and read at home: a write does not wait for the way there and back. Only the owner's residual of a row is
 // kept up to date, which is enough for the next call with as many rows.
 //
+// Where a product takes long, its rows of the peers' shares come first, and copy engines send them while those of this rank's
+// share are computed; raise_sent_kernel follows them. Then nothing is left to push, and the owner waits for the peers' flags
+// instead of the first meetings.
+//
 // A block's rows come in chunks, so that the links are in use while what lies here is read and written: all chunks are
 // pushed, then each is normed when the peers' parts of it are here, and taken one chunk later. Meeting c is about the
 // pushed x of chunk c, meeting kSplitChunks + c about its norm. All ranks give block b the same rows of every owner, in
@@ -21,6 +25,7 @@
 //   begins, however that one is divided.
 // - Slot 1 of call n is read until the end of this rank's kernel. In call n + 1 a peer's block writes there after a
 //   meeting with a block of this rank's call n + 1, which began when all of call n had ended (wait_for_dependencies).
+// What is sent instead is sent when the peer's call n has ended, too, and its flag stands for that meeting.
 // A release also orders the reads before it, and bar.sync those of the other threads of the block.
 #pragma once
 
@@ -35,7 +40,13 @@ constexpr int kSplitChunks = kMeetings / 2;
 struct Split {
   int64_t most;  // rows that a rank owns, at most
   int width, groups, chunks, rounds;
+  uint64_t sent;  // not 0: peers' x has been sent so many times, this one among them
 };
+
+// One warp, behind the copies of this rank's rows to the windows of its peers.
+__global__ void raise_sent_kernel(const __grid_constant__ Peers peers, int to, uint64_t number) {
+  if (threadIdx.x == 0) store_release(&reinterpret_cast<PeerHeader*>(peers.windows[to])->sent[peers.rank], number);
+}
 
 // One thread's part, kVecs times 16 bytes of a row.
 template <typename T, int kMost, int kVecs>
@@ -191,14 +202,15 @@ __global__ void __launch_bounds__(kPeerNormThreads, 1)
   const PeerCall call(peers);
   const SplitNorm<T, kMost, kVecs> rows(call, peers, p, split);
 #pragma unroll 1
-  for (int chunk = 0; chunk < split.chunks; ++chunk) {
+  for (int chunk = 0; chunk < split.chunks && !split.sent; ++chunk) {
     rows.push(chunk);
     call.arrive(chunk);
   }
+  if (split.sent) call.wait_for_rows(split.sent);
 #pragma unroll 1
   for (int chunk = 0; chunk <= split.chunks; ++chunk) {
     if (chunk < split.chunks) {
-      call.wait(chunk);
+      if (!split.sent) call.wait(chunk);
       rows.norm(chunk);
       call.arrive(kSplitChunks + chunk);
     }
