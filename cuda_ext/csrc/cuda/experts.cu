@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include <limits>
+
 #include "raylm/cuda/expert_rows.cuh"
 #include "raylm/cuda/grouped_linear.cuh"
 #include "tensor_map.h"
@@ -75,6 +77,16 @@ Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order
              : gather_sums_of<__nv_bfloat16>(rows, weights, order, sizes, stream);
 }
 
+ExpertGate expert_gate(const char* op, int64_t activation, double limit) {
+  constexpr float kNoLimit = std::numeric_limits<float>::infinity();
+  switch (activation) {
+    case 0: return {Silu::kScale, 0, kNoLimit, 0};
+    case 1: return {GeluTanh::kScale, GeluTanh::kCube, kNoLimit, 0};
+    case 2: return {-1.702f * kLog2E, 0, static_cast<float>(limit), 1};  // GPT-OSS's
+    default: fail(op, "activation is ", activation, ", must be from 0 to 2");
+  }
+}
+
 void check_pairs(const char* op, const Tensor& x, const Tensor& weights, const Tensor& chosen) {
   Arg(op, "chosen", chosen).dtype({ScalarType::Long}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
   Arg(op, "weights", weights).dtype({ScalarType::Float}).dim(2).size(0, x.size(0), "the rows of x").contiguous();
@@ -93,9 +105,8 @@ struct GroupedProduct {
   const std::optional<Tensor>& bias;
   const Order& order;
   const Sizes& sizes;
-  ExpertAct act;
-  float limit;
-  int64_t halves = act == ExpertAct::kNone ? 1 : 2;
+  std::optional<ExpertGate> gate;
+  int64_t halves = gate ? 2 : 1;
   int64_t k = weight.size(2), columns = weight.size(1) / halves;
 };
 
@@ -154,11 +165,10 @@ Tensor product(const GroupedProduct& p, cudaStream_t stream) {
   params.out = out.data_ptr();
   params.columns = static_cast<int>(p.columns);
   params.steps = static_cast<int>(divide_up(p.k, 64));
-  params.act = p.act;
-  params.limit = p.limit;
+  if (p.gate) params.gate = *p.gate;
   // Behind the sorting comes the spreading, and behind that or the sorting the first product: only of a product of pairs
   // as they come the kernel ahead is who chose them.
-  params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;
+  params.early = p.order.places != nullptr || !p.gate;
   p.halves == 2 ? launch<T, true>(p, params, stream) : launch<T, false>(p, params, stream);
   return out;
 }
@@ -187,14 +197,13 @@ bool experts_kernels(Tensor x, Tensor down) {
 
 template <typename T>
 Tensor run(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& weights, const Tensor& chosen,
-           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias, ExpertAct act,
-           float limit) {
+           const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias, const ExpertGate& gate) {
   const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2), kMostRows};
   const cudaStream_t stream = current_stream(x);
   const Order order = order_of(chosen, sizes, stream);
   const Tensor rows = spread(x, order, sizes, stream);
-  const Tensor inner = product<T>({rows, gate_up, gate_up_bias, order, sizes, act, limit}, stream);
-  const Tensor parts = product<T>({inner, down, down_bias, order, sizes, ExpertAct::kNone, 0}, stream);
+  const Tensor inner = product<T>({rows, gate_up, gate_up_bias, order, sizes, gate}, stream);
+  const Tensor parts = product<T>({inner, down, down_bias, order, sizes, std::nullopt}, stream);
   return gather_sums(parts, weights, order, sizes, stream);
 }
 
@@ -203,13 +212,12 @@ Tensor experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor cho
   check(x, gate_up, down, weights, chosen);
   if (gate_up_bias) check_bias("gate_up_bias", *gate_up_bias, gate_up);
   if (down_bias) check_bias("down_bias", *down_bias, down);
-  if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
+  const ExpertGate gate = expert_gate(kOp, activation, limit);
   if (!experts_kernels(x, down)) fail(kOp, "has no kernel for such weights here: ask experts_kernels");
   if (x.size(0) == 0) return torch::stable::new_empty(x, {0, x.size(1)});
   const Guard guard(x.get_device_index());
   const auto of = [&](auto type) {
-    return run<decltype(type)>(x, gate_up, down, weights, chosen, gate_up_bias, down_bias,
-                               static_cast<ExpertAct>(activation), static_cast<float>(limit));
+    return run<decltype(type)>(x, gate_up, down, weights, chosen, gate_up_bias, down_bias, gate);
   };
   const Tensor out = x.scalar_type() == ScalarType::Half ? of(__half{}) : of(__nv_bfloat16{});
   check_launch(kOp);

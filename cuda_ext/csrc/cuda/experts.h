@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "products.h"
+#include "raylm/cuda/gated.cuh"
 #include "raylm/cuda/segments.cuh"
 
 namespace raylm::cuda {
@@ -43,6 +44,9 @@ Tensor spread(const Tensor& x, const Order& order, const Sizes& sizes, cudaStrea
 // Each token's sum of its pairs' rows with their weights.
 Tensor gather_sums(const Tensor& rows, const Tensor& weights, const Order& order, const Sizes& sizes,
                    cudaStream_t stream);
+
+// Of the activation's number in raylm/ops/experts.py; `limit` is of clamped_swiglu. Fails where there is no such number.
+ExpertGate expert_gate(const char* op, int64_t activation, double limit);
 
 // Fails unless weights and chosen are as route gives them for the rows of x.
 void check_pairs(const char* op, const Tensor& x, const Tensor& weights, const Tensor& chosen);

@@ -43,10 +43,9 @@ void check(const CodedCall& c) {
 Tensor patched_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor chosen,
                        std::optional<Tensor> gate_up_bias, std::optional<Tensor> down_bias, int64_t activation,
                        double limit, int64_t numbers, int64_t group) {
-  if (activation < 0 || activation > 2) fail(kOp, "activation is ", activation, ", must be from 0 to 2");
   const Numbers kind = numbers_of(kOp, numbers, x);
-  const CodedCall call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, static_cast<ExpertAct>(activation),
-                       static_cast<float>(limit), group_log2_of(kOp, kind, group)};
+  const CodedCall call{x, gate_up, down, weights, chosen, gate_up_bias, down_bias, expert_gate(kOp, activation, limit),
+                       group_log2_of(kOp, kind, group)};
   check(call);
   const bool half = x.scalar_type() == ScalarType::Half;
   switch (kind) {

@@ -21,10 +21,9 @@ struct CodedProduct {
   const Order& order;
   const Sizes& sizes;
   int group_log2;
-  ExpertAct act;
-  float limit;
+  std::optional<ExpertGate> gate;
   const Tensor* scales = nullptr;  // of rows of x that are rounded
-  int64_t halves = act == ExpertAct::kNone ? 1 : 2;
+  int64_t halves = gate ? 2 : 1;
   int64_t k = x.size(1), columns = weight.size(1) * 16 / halves, across = divide_up(k, kPatchColumns);
 };
 
@@ -87,10 +86,9 @@ Tensor coded_product(const CodedProduct& p, cudaStream_t stream) {
   params.bias = p.bias ? data<T>(*p.bias) : nullptr;
   params.out = out.data_ptr();
   params.columns = static_cast<int>(p.columns);
-  params.act = p.act;
-  params.limit = p.limit;
+  if (p.gate) params.gate = *p.gate;
   // Spreading and rounding start the next kernel only after the sorting has ended, so segments may be read early.
-  params.early = p.order.places != nullptr || p.act == ExpertAct::kNone;
+  params.early = p.order.places != nullptr || !p.gate;
   if (p.sizes.segment_rows > Narrow::kRows) {
     launch_grouped<Many, T, Form>(p, params, stream);
   } else if (!kFourBits || p.sizes.pairs <= kMostNarrowPairs) {
@@ -104,8 +102,7 @@ Tensor coded_product(const CodedProduct& p, cudaStream_t stream) {
 struct CodedCall {
   const Tensor &x, &gate_up, &down, &weights, &chosen;
   const std::optional<Tensor>&gate_up_bias, &down_bias;
-  ExpertAct act;
-  float limit;
+  ExpertGate gate;
   int group_log2;
   int64_t size = gate_up.size(1) * 8;  // columns between the products
 };
@@ -122,11 +119,11 @@ Tensor coded_experts(const CodedCall& c) {
   const cudaStream_t stream = current_stream(c.x);
   const Order order = order_of(c.chosen, sizes, stream);
   const auto first = [&](const Tensor& x, const Tensor* scales) {
-    return coded_product<T, Form>({x, c.gate_up, c.gate_up_bias, order, sizes, c.group_log2, c.act, c.limit, scales}, stream);
+    return coded_product<T, Form>({x, c.gate_up, c.gate_up_bias, order, sizes, c.group_log2, c.gate, scales}, stream);
   };
   const auto second = [&](const Tensor& x, const Tensor* scales) {
     const Tensor parts = coded_product<T, Form>(
-        {x, c.down, c.down_bias, order, sizes, c.group_log2, ExpertAct::kNone, 0, scales}, stream);
+        {x, c.down, c.down_bias, order, sizes, c.group_log2, std::nullopt, scales}, stream);
     return gather_sums(parts, c.weights, order, sizes, stream);
   };
   const auto both = [&] {

@@ -11,16 +11,15 @@ namespace raylm::cuda {
 __device__ inline float times_logistic(float x, float power) { return x * reciprocal_approx(1.0f + exp2_approx(power)); }
 
 struct Silu {
-  __device__ static float power(float x) { return -kLog2E * x; }
+  static constexpr float kScale = -kLog2E;
+  __device__ static float power(float x) { return kScale * x; }
   __device__ float operator()(float x) const { return times_logistic(x, power(x)); }
 };
 
 // 0.5 * (1 + tanh(y)) is the logistic function of 2 * y.
 struct GeluTanh {
-  __device__ static float power(float x) {
-    constexpr float kScale = -1.5957691216f * kLog2E;
-    return x * (kScale + 0.044715f * kScale * x * x);
-  }
+  static constexpr float kScale = -1.5957691216f * kLog2E, kCube = 0.044715f * kScale;
+  __device__ static float power(float x) { return x * (kScale + kCube * x * x); }
   __device__ float operator()(float x) const { return times_logistic(x, power(x)); }
 };
 
@@ -30,6 +29,19 @@ enum class GateAct { kNone, kSilu, kGeluTanh };
 __device__ inline float gated(GateAct act, float gate, float up) {
   return times_logistic(gate, act == GateAct::kSilu ? Silu::power(gate) : GeluTanh::power(gate)) * up;
 }
+
+// What an expert makes of gate and up: times_logistic(gate, gate * (scale + cube gate^2)) * (up + offset), where gate is at
+// most `limit` and up no further from 0.
+struct ExpertGate {
+  float scale, cube, limit, offset;
+
+  // Without branches, so that a thread computes several at a time.
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    gate = min_or_nan(gate, limit);
+    up = max_or_nan(min_or_nan(up, limit), -limit) + offset;
+    return times_logistic(gate, gate * (scale + cube * gate * gate)) * up;
+  }
+};
 
 // Blocks in y share a row; kVecs times 16 bytes of each half a thread. Without vectors: rows of any size and alignment.
 template <typename T, typename Act, int kVecs>

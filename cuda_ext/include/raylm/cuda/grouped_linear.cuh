@@ -32,8 +32,6 @@
 
 namespace raylm::cuda {
 
-enum class ExpertAct { kSilu, kGeluTanh, kClampedSwiglu, kNone };  // in the order of raylm/ops/experts.py
-
 struct GroupedParams {
   CUtensorMap x;       // [rows, k], boxes of 128 bytes of GroupedShape::kBoxRows, or of box_rows
   CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows, where it has numbers
@@ -46,8 +44,7 @@ struct GroupedParams {
   int column_tiles;  // of a cluster
   int steps, stages, stage_bytes;
   int box_rows;  // of x
-  ExpertAct act;
-  float limit;  // of kClampedSwiglu
+  ExpertGate gate;
   bool early;   // the segments are there, and W may be read, while the kernel ahead still runs
 };
 
@@ -71,9 +68,9 @@ struct GroupedShape {
   static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : kWarp);
   static constexpr int kFetchRegisters = 40, kComputeRegisters = kGroups < 3 ? 232 : 152;
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
-  // Results of many rows are stored 16 bytes a lane; for that each warp has room for four 8 x 8 matrices.
+  // Results of many rows are written by GroupedBlock::write_tile; for that each group has two parts of such a size.
   static constexpr bool kWideStores = kRows >= 128;
-  static constexpr int kResultBytes = kWideStores ? 4 * kGroups * kWarp * 16 : 0;
+  static constexpr int kPartBytes = 32 * 80, kResultBytes = kWideStores ? 2 * kGroups * kPartBytes : 0;
   static constexpr int kAlignment = 1024;
   static constexpr int shared_bytes(int stages) { return stages * kStageBytes + kResultBytes + kAlignment; }
 };
@@ -100,12 +97,6 @@ struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
 struct GroupedBarriers {
   uint64_t full[kMostGroupedStages], empty[kMostGroupedStages];
 };
-
-// GPT-OSS's.
-__device__ inline float clamped_swiglu(float gate, float up, float limit) {
-  gate = fminf(gate, limit);
-  return gate * reciprocal_approx(1.0f + exp2_approx(-1.702f * kLog2E * gate)) * (fminf(fmaxf(up, -limit), limit) + 1);
-}
 
 template <typename T, typename Shape, bool Gated, typename Form>
 struct GroupedBlock {
@@ -395,8 +386,7 @@ struct GroupedBlock {
       const int first = column + ((group * Shape::kTall + t) * 4 + warp) * 16 / kHalves;
       const float2 bias = bias_at(own.expert, first);
       if constexpr (Shape::kWideStores) {
-#pragma unroll
-        for (int j = 0; j < N / 8; j += 4 / kMatrices) write_wide(sums[t] + 4 * j, bias, own, 8 * j, first);
+        write_tile<N>(sums[t], bias, own, column + group * 64 / kHalves, group);
       } else {
 #pragma unroll
         for (int j = 0; j < N / 8; ++j) write(sums[t] + 4 * j, bias, own, 8 * j, first);
@@ -418,17 +408,12 @@ struct GroupedBlock {
     }
   }
 
-  __device__ __forceinline__ float gated(float gate, float up) const {
-    if (params.act == ExpertAct::kSilu) return Silu{}(gate) * up;
-    return params.act == ExpertAct::kGeluTanh ? GeluTanh{}(gate) * up : clamped_swiglu(gate, up, params.limit);
-  }
-
   // A warp's results for 8 rows of the segment, as kMatrices 8 x 8 matrices of 8 columns each. A thread has W's row
   // lane / 4 of 16 and the one 8 below, of two neighbouring rows of x each.
   __device__ __forceinline__ void pack_results(const float* s, float2 bias, uint32_t* matrices) const {
     const float low[2] = {s[0] + bias.x, s[1] + bias.x}, high[2] = {s[2] + bias.y, s[3] + bias.y};
     if constexpr (Gated) {
-      matrices[0] = pack<T>(gated(low[0], high[0]), gated(low[1], high[1]));
+      matrices[0] = pack<T>(params.gate(low[0], high[0]), params.gate(low[1], high[1]));
     } else {
       matrices[0] = pack<T>(low[0], low[1]);
       matrices[1] = pack<T>(high[0], high[1]);
@@ -444,24 +429,41 @@ struct GroupedBlock {
     for (int m = 0; m < kMatrices; ++m) store(matrices[m], own, row, column + 8 * m);
   }
 
-  // Writes 32 / kMatrices rows, 16 bytes a lane: four matrices are transposed on their way through shared memory.
-  __device__ __forceinline__ void write_wide(const float* s, float2 bias, const Segment& own, int row,
-                                             int column) const {
-    if (row >= own.rows) return;
-    uint32_t matrices[4];
+  // Writes a group's results part by part: its warps lay out some rows of the segment in shared memory, 8 or 16 columns each;
+  // of these each thread writes 16 bytes, so that what goes to memory lies together. One part is written while the next is
+  // laid out.
+  template <int N>
+  __device__ __forceinline__ void write_tile(const float (&sums)[N / 2], float2 bias, const Segment& own, int column,
+                                             int group) const {
+    static_assert(Shape::kTall == 1);
+    constexpr int kRows = 32 / kMatrices, kVectors = 8 / kHalves, kPitch = kVectors * 16 + 16;  // of a part
+    static_assert(kRows * kPitch <= Shape::kPartBytes);
+    const int thread = threadIdx.x % 128, lane = thread % kWarp, row = thread / kVectors, vector = thread % kVectors;
+    const uint32_t parts = memory + params.stages * stage_bytes() + group * 2 * Shape::kPartBytes;
+    const uint32_t given = parts + (lane / (8 * kMatrices) * 8 + lane % 8) * kPitch +
+                           (thread / kWarp * kMatrices + lane / 8 % kMatrices) * 16;
+    const uint32_t taken = parts + row * kPitch + vector * 16;
+    T* to = static_cast<T*>(params.out) + static_cast<int64_t>(own.first + row) * params.columns + column + vector * 8;
+    const int rows = column + vector * 8 < params.columns ? own.rows - row : 0;
+    sync_some(1 + group, 128);  // the tile before has been read
 #pragma unroll
-    for (int m = 0; m < 4; m += kMatrices) pack_results(s + 4 * (m / kMatrices), bias, matrices + m);
-    const int lane = threadIdx.x % kWarp;
-    const uint32_t mine = memory + params.stages * stage_bytes() + threadIdx.x * 16;
-    __syncwarp();
-    store_matrices_transposed(mine, matrices);
-    __syncwarp();
-    const uint4 bytes = load_shared(mine);
-    row += lane / (8 * kMatrices) * 8 + lane % 8;
-    column += lane / 8 % kMatrices * 8;
-    if (row >= own.rows || column >= params.columns) return;
-    T* to = static_cast<T*>(params.out) + static_cast<int64_t>(own.first + row) * params.columns + column;
-    *reinterpret_cast<uint4*>(to) = bytes;
+    for (int first = 0; first < N + kRows; first += kRows) {
+      uint4 bytes;
+      if (first > 0) bytes = load_shared(taken + (first / kRows - 1) % 2 * Shape::kPartBytes);
+      if (first < N) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int m = 0; m < 4; m += kMatrices) {
+          pack_results(sums + first / 2 + 4 * (m / kMatrices), bias, matrices + m);
+        }
+        store_matrices_transposed(given + first / kRows % 2 * Shape::kPartBytes, matrices);
+      }
+      if (first > 0) {
+        if (first - kRows < rows) *reinterpret_cast<uint4*>(to) = bytes;
+        to += kRows * params.columns;
+      }
+      if (first < N) sync_some(1 + group, 128);
+    }
   }
 
   __device__ __forceinline__ void store(uint32_t pair, const Segment& own, int row, int column) const {
@@ -485,8 +487,12 @@ struct GroupedBlock {
 
   __device__ __forceinline__ void compute(int group) const {
     SizedRing ring{params.stages};
-    for (int tile = first(), end = tiles(); tile < end; tile += stride()) {
-      run_segment<Shape::kLeast>(segment(tile), column(tile), group, ring);
+    const int end = tiles();
+    Segment next = first() < end ? segment(first()) : Segment{};
+    for (int tile = first(); tile < end; tile += stride()) {
+      const Segment own = next;
+      if (tile + stride() < end) next = segment(tile + stride());  // known by the time that it is needed
+      run_segment<Shape::kLeast>(own, column(tile), group, ring);
     }
   }
 };

@@ -18,4 +18,17 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
+// Of a NaN and a number the NaN, unlike fminf and fmaxf.
+__device__ inline float min_or_nan(float x, float y) {
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
+  return least;
+}
+
+__device__ inline float max_or_nan(float x, float y) {
+  float most;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(x), "f"(y));
+  return most;
+}
+
 }  // namespace raylm::cuda
