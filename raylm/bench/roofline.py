@@ -33,6 +33,8 @@ _KINDS = (
 )
 """By parts of kernels' names in small letters; the first that fits."""
 OTHER = "inputs, copies, the rest"
+_BESIDE = "Memcpy PtoP"
+"""What copy engines do while kernels run: rows on their way to another GPU."""
 
 _READ_BYTES = 1 << 31
 _SIDE = 8192
@@ -247,9 +249,12 @@ def _timed(call: Callable[[], object]) -> float:
 
 def own_us(spans: Sequence[tuple[str, float, float]]) -> Iterator[tuple[str, float]]:
     """The name and the microseconds of each of (name, start, length), in the order of time. A kernel that is started
-    early waits within its time for the one before: what counts is from that one's end to its own."""
+    early waits within its time for the one before: what counts is from that one's end to its own. Copies beside kernels
+    do not count."""
     end = 0.0
     for name, start, length in spans:
+        if name.startswith(_BESIDE):
+            continue
         yield name, max(start + length - max(start, end), 0.0)
         end = max(end, start + length)
 

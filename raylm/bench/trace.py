@@ -203,12 +203,15 @@ def run_work(engine: Engine, batch: int, work: Work, *, salt: int, watch: Abstra
             engine.step()
             steps += 1
         seconds = perf_counter() - began
-    ended = 0 if work.prefill else batch - engine.stats().running
+    stats = engine.stats()
+    left = stats.running + stats.waiting
     engine.abort_all()
     while engine.has_work:
         engine.step()
-    if ended:
-        raise ConfigError(f"{ended} of {batch} requests ended before {work.steps} steps: raise model.max_model_len")
+    if not work.prefill and left < batch:
+        raise ConfigError(
+            f"{batch - left} of {batch} requests ended before {work.steps} steps: raise model.max_model_len"
+        )
     return Done(steps, seconds, steps_of_prompts)
 
 

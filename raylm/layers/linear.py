@@ -208,8 +208,9 @@ class RowParallelLinear(nn.Module):
         return True
 
     def send_product(self, x: ops.Rows) -> Sent | None:
-        """The product as the norm that follows sums it, where its rows had better be sent while it is computed."""
-        if not self._norm_follows:
+        """The product as the norm that follows sums it, where its rows had better be sent while it is computed. Of a
+        weight that is not plain, each part of the rows would decode it."""
+        if not self._norm_follows or self.weight.plain is None or not isinstance(x, Tensor):
             return None
         row_bytes = self._out_size * self._dtype.itemsize
         return collectives.sent(lambda rows: self.partial(x[rows]), len(x), row_bytes, self._context)

@@ -42,6 +42,7 @@ class RMSNorm(nn.Module):
         if self._scales:
             return self._scaled(x, delta)
         if self._context.deterministic:
+            assert not isinstance(delta, Sent), "deterministic ranks send nothing"
             return self._invariant(x, delta)
         if delta is None:
             return ops.rms_norm(x, self.weight, self._eps)
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
             return collectives.add_rms_norm(delta, x, self.weight, self._eps, self._context)
         return ops.add_rms_norm(delta, x, self.weight, self._eps)
 
-    def _invariant(self, x: Tensor, delta: Tensor | Sent | None) -> Tensor:
+    def _invariant(self, x: Tensor, delta: Tensor | None) -> Tensor:
         if delta is None:
             return ops.invariant_rms_norm(x, self.weight, self._eps)
         return ops.invariant_rms_norm(delta, self.weight, self._eps, x)
@@ -87,7 +88,7 @@ class LayerNorm(nn.Module):
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
         self.bias = empty_parameter(size, dtype=dtype, device=context.device) if bias else None
 
-    def forward(self, x: Tensor, delta: Tensor | Sent | None = None) -> ops.Rows:
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> ops.Rows:
         """As RMSNorm.forward."""
         if delta is not None:
             x.add_(delta)

@@ -46,10 +46,13 @@ class ResidualStream:
         """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
         assert self._waiting is None, "the stream is read between two additions"
         assert isinstance(delta, Tensor) or self._multiplier == 1.0, "what has been sent is not multiplied any more"
-        self._waiting = delta.mul_(self._multiplier) if isinstance(delta, Tensor) and self._multiplier != 1.0 else delta
+        if isinstance(delta, Tensor) and self._multiplier != 1.0:
+            delta = delta.mul_(self._multiplier)
+        self._waiting = delta
 
     def add_product(self, linear: RowParallelLinear, x: ops.Rows) -> None:
-        """Add linear(x): of many rows without another pass over the stream, or on their way to other ranks already."""
+        """Add linear(x); of many rows either without another pass over the stream, or with other ranks' rows sent while
+        it is computed."""
         if self._multiplier == 1.0 and (sent := linear.send_product(x)) is not None:
             self.add(sent)
         elif not linear.add_product(self._hidden, x, self._multiplier):

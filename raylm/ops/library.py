@@ -133,7 +133,7 @@ SCHEMAS = {
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s) -> Tensor"
     ),
-    "peer_send_rows": ("(Tensor x, int to, int rows, Tensor windows, int rank, int capacity, int number) -> ()"),
+    "peer_send_rows": "(Tensor x, int to, int rows, Tensor windows, int rank, int capacity, int number) -> ()",
     "peer_sent_add_rms_norm": (
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps, Tensor windows, int rank, int capacity, "
         "float limit_s, int number) -> Tensor"

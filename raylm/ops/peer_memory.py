@@ -70,6 +70,7 @@ def missing(device: int) -> str | None:
         "peer_add_rms_norm",
         "peer_split_add_rms_norm",
         "peer_send_rows",
+        "peer_sent_add_rms_norm",
     ):
         if name not in status.ops.get("cuda", ()):
             return f"the compiled extension {status.path} has no {name}"

@@ -54,6 +54,8 @@ class Sent:
     own: Tensor
     number: int
     """Of the sum, as the operators count them."""
+    others: tuple[Tensor, ...]
+    """What is sent, in memory until the norm is queued behind that."""
 
 
 @dataclass(frozen=True, slots=True)

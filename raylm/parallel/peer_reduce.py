@@ -2,7 +2,8 @@
 
 A process group's all-reduce takes as long for 4 KB as for 64: it waits, not copies. Here one kernel stages, meets the
 other ranks by flags in their memory and reads (cuda_ext/include/raylm/cuda/peer.cuh). It launches without the host's
-help, so it may be captured in CUDA graphs. Where there are many rows, a sum and its norm are split between the ranks.
+help, so it may be captured in CUDA graphs. Where there are many rows, a sum and its norm are split between the ranks;
+outside of graphs a product of very many computes the other ranks' rows first, which are sent while it computes its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from raylm.parallel.context import Sent
 from raylm.parallel.peer_windows import SharedWindows, connect_windows
 
 MAX_NORM_ROW_BYTES = 32 * 1024
-LEAST_SENT_ROWS = 2048
-"""Fewer are summed before a copy engine has begun."""
+LEAST_SENT_SHARE = 1024
+"""Rows of a rank's share: what a product does of fewer at a time, and the host's calls, cost more than is hidden."""
 _KIB = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,8 +79,8 @@ class PeerReducer:
     """One rank's end of the sums and gathers of a group of ranks. `connect_peers` makes it, on all ranks together.
 
     All ranks make the same calls, with tensors of the same shape, in the same order on one stream (or on streams that
-    events put in order). `takes`, `takes_norm` and `takes_gather` depend on shape and layout alone, so they say the
-    same on every rank.
+    events put in order). `takes`, `takes_norm`, `takes_gather` and `sends` depend on shape, layout, and whether a graph
+    is captured alone, so they say the same on every rank.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class PeerReducer:
 
     def sends(self, rows: int, row_bytes: int) -> bool:
         """Whether a product of so many rows had better be summed by `send`, which counts on the host: in no graph."""
-        split = self._split is not None and rows >= LEAST_SENT_ROWS and self._split.limits.takes(rows, row_bytes)
-        return split and not torch.cuda.is_current_stream_capturing()
+        split, many = self._split, rows >= LEAST_SENT_SHARE * self._windows.ranks
+        takes = split is not None and many and split.limits.takes(rows, row_bytes)
+        return takes and not torch.cuda.is_current_stream_capturing()
 
     def send(self, product: Callable[[slice], Tensor], rows: int) -> Sent:
         """Compute `product` of some of `rows` rows after others: first those that the other ranks norm, each of which
@@ -154,13 +156,14 @@ class PeerReducer:
         assert self._split is not None, "it sends"
         windows, self._num_sent = self._split.windows, self._num_sent + 1
         compute, copies = torch.cuda.current_stream(windows.device), self._copies
+        parts = []
         for other in range(windows.rank + 1, windows.rank + windows.ranks):
             to = other % windows.ranks
-            part = product(_share(rows, to, windows.ranks))
+            parts.append(product(_share(rows, to, windows.ranks)))
             copies.wait_stream(compute)
             with torch.cuda.stream(copies):
                 ops.peer_send_rows(
-                    part,
+                    parts[-1],
                     to=to,
                     rows=rows,
                     windows=windows.addresses,
@@ -168,8 +171,7 @@ class PeerReducer:
                     capacity=windows.capacity,
                     number=self._num_sent,
                 )
-            part.record_stream(copies)
-        return Sent(product(_share(rows, windows.rank, windows.ranks)), self._num_sent)
+        return Sent(product(_share(rows, windows.rank, windows.ranks)), self._num_sent, tuple(parts))
 
     def add_rms_norm(self, x: Tensor | Sent, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual [T, H] += the sum of every rank's x [T, H] in place; returns the norm of the new residual, which has
@@ -182,6 +184,9 @@ class PeerReducer:
         if isinstance(x, Sent):
             assert self._split is not None, "it has sent"
             windows = self._split.windows
+            # The norm waits for its peers, and kernels that start early may take the room that it leaves: this rank's
+            # own flags, for which peers wait, have to be raised before.
+            torch.cuda.current_stream(windows.device).wait_stream(self._copies)
             place = (windows.addresses, windows.rank, windows.capacity)
             return ops.peer_sent_add_rms_norm(x.own, residual, weight, eps, *place, self._limit_s, x.number)
         norm, windows = ops.peer_add_rms_norm, self._windows

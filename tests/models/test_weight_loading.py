@@ -245,7 +245,7 @@ class SendingReducer(SplitReducer):
         self.num_sent += 1
         shares, rank = self._shares(rows), self._context.tensor_rank
         parts = {r: product(shares[r]) for r in (1 - rank, rank)}
-        return Sent(self(torch.cat([parts[0], parts[1]]))[shares[rank]], self.num_sent)
+        return Sent(self(torch.cat([parts[0], parts[1]]))[shares[rank]], self.num_sent, ())
 
 
 @pytest.mark.parametrize("reducer_class", [None, NormReducer, SplitReducer, SendingReducer])

@@ -54,6 +54,7 @@ def test_a_build_for_cuda_has_every_kernel():
         "peer_all_gather_kernel",
         "peer_add_rms_norm_kernel",
         "peer_split_add_rms_norm_kernel",
+        "peer_rows_sent_kernel",
         "raylm_peer_allocate",
     ):
         assert kernel.encode() in library

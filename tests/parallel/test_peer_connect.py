@@ -80,6 +80,7 @@ def test_stages_split_no_norms(stages: int, splits: bool, monkeypatch: pytest.Mo
 def test_parts_of_a_gpu_sum_through_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over peer memory hold blocks that wait for each other, which few multiprocessors may not run at once."""
     ops = ("peer_all_reduce", "peer_all_gather", "peer_add_rms_norm", "peer_split_add_rms_norm")
+    ops += ("peer_send_rows", "peer_sent_add_rms_norm")
     monkeypatch.setattr(extension, "load", lambda: ExtensionStatus(Path("x.so"), ops={"cuda": ops}))
     names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)

@@ -85,7 +85,7 @@ void peer_send_rows(Tensor x, int64_t to, int64_t rows, Tensor windows, int64_t 
   const cudaError_t error =
       cudaMemcpyAsync(place, x.data_ptr(), x.size(0) * row_bytes, cudaMemcpyDeviceToDevice, stream);
   if (error != cudaSuccess) fail(kSend, cudaGetErrorString(error));
-  raise_sent_kernel<<<1, 32, 0, stream>>>(peers, static_cast<int>(to), static_cast<uint64_t>(number));
+  peer_rows_sent_kernel<<<1, 32, 0, stream>>>(peers, static_cast<int>(to), static_cast<uint64_t>(number));
   check_launch(kSend);
 }
 

@@ -31,7 +31,7 @@ __device__ inline float gated(GateAct act, float gate, float up) {
 }
 
 // What an expert makes of gate and up: times_logistic(gate, gate * (scale + cube gate^2)) * (up + offset), where gate is at
-// most `limit` and up no further from 0.
+// most `limit` and up no further from 0. Of an infinite gate and no limit it is NaN.
 struct ExpertGate {
   float scale, cube, limit, offset;
 

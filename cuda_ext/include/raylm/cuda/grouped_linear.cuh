@@ -429,9 +429,9 @@ struct GroupedBlock {
     for (int m = 0; m < kMatrices; ++m) store(matrices[m], own, row, column + 8 * m);
   }
 
-  // Writes a group's results part by part: its warps lay out some rows of the segment in shared memory, 8 or 16 columns each;
-  // of these each thread writes 16 bytes, so that what goes to memory lies together. One part is written while the next is
-  // laid out.
+  // Writes a group's results part by part: its warps lay out some rows of the segment in shared memory, 8 or 16 columns
+  // each; of these each thread writes 16 bytes, so that what goes to memory lies together. One part is written while the
+  // next is laid out.
   template <int N>
   __device__ __forceinline__ void write_tile(const float (&sums)[N / 2], float2 bias, const Segment& own, int column,
                                              int group) const {

@@ -9,9 +9,9 @@
 // to peers and read at home: a write does not wait for the way there and back. Only the owner's residual of a row is
 // kept up to date, which is enough for the next call with as many rows.
 //
-// Where a product takes long, its rows of the peers' shares come first, and copy engines send them while those of this rank's
-// share are computed; raise_sent_kernel follows them. Then nothing is left to push, and the owner waits for the peers' flags
-// instead of the first meetings.
+// Where a product takes long, its rows of the peers' shares come first, and copy engines send them while those of this
+// rank's share are computed; peer_rows_sent_kernel follows them. Then nothing is left to push, and the owner waits for the
+// peers' flags instead of the first meetings. It starts when its own have been raised.
 //
 // A block's rows come in chunks, so that the links are in use while what lies here is read and written: all chunks are
 // pushed, then each is normed when the peers' parts of it are here, and taken one chunk later. Meeting c is about the
@@ -44,7 +44,7 @@ struct Split {
 };
 
 // One warp, behind the copies of this rank's rows to the windows of its peers.
-__global__ void raise_sent_kernel(const __grid_constant__ Peers peers, int to, uint64_t number) {
+__global__ void peer_rows_sent_kernel(const __grid_constant__ Peers peers, int to, uint64_t number) {
   if (threadIdx.x == 0) store_release(&reinterpret_cast<PeerHeader*>(peers.windows[to])->sent[peers.rank], number);
 }
 
