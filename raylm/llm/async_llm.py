@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -37,6 +38,7 @@ class AsyncLLM:
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False
+        gc.freeze()  # as LLMEngine does
 
     @property
     def config(self) -> EngineConfig:
@@ -120,6 +122,7 @@ class AsyncLLM:
             self._is_closed = True
             self._client.close()
             self._inputs.close()
+            gc.unfreeze()
 
     async def _run(
         self, wanted: Input, request_id: str | None, options: RequestOptions | None

@@ -9,7 +9,6 @@ for completion in llm.generate(["The capital of France is"], SamplingParams(temp
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,9 +52,6 @@ class LLM:
         inputs = Inputs(model, options, source="LLM(...)")
         self._core = LLMEngine.over(inputs, offline_engine(inputs.offline_config, progress=progress))
         self._count = itertools.count()
-        # A model's objects live until it is closed: without them a collection takes microseconds, not a tenth of a
-        # second in the middle of a step.
-        gc.freeze()
 
     @property
     def config(self) -> EngineConfig:
@@ -177,7 +173,6 @@ class LLM:
     def close(self) -> None:
         """Give back the model's memory."""
         self._core.shutdown()
-        gc.unfreeze()
 
     def _run(self, kind: str, wanted: list[Input], truncate: int | None, *, progress: bool) -> list[Completion]:
         # One object usually holds for all: it is made ready once.
