@@ -34,7 +34,7 @@ _KINDS = (
 """By parts of kernels' names in small letters; the first that fits."""
 OTHER = "inputs, copies, the rest"
 _BESIDE = "Memcpy PtoP"
-"""What copy engines do while kernels run: rows on their way to another GPU."""
+"""Copies to another GPU by copy engines, which run beside kernels."""
 
 _READ_BYTES = 1 << 31
 _SIDE = 8192

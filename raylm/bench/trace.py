@@ -164,12 +164,12 @@ def _recorded(engine: Engine, spans: list[Span]) -> Iterator[None]:
 
 
 class Done(NamedTuple):
-    """Work that was done: the steps that were watched, their seconds, and those before, in which some requests decoded
-    while the prompts of others were computed."""
+    """How a batch of work went: `steps` were watched and took `seconds`."""
 
     steps: int
     seconds: float
     steps_of_prompts: int
+    """The steps before, until the last prompt had begun; requests whose prompts were done decoded in them."""
 
 
 def _shape(batch: int, work: Work, done: Done) -> StepShape:
@@ -182,7 +182,7 @@ def _shape(batch: int, work: Work, done: Done) -> StepShape:
 def run_work(engine: Engine, batch: int, work: Work, *, salt: int, watch: AbstractContextManager[object]) -> Done:
     """Do the work once, the steps in question under `watch`. `salt` makes the prompts differ.
 
-    Raises ConfigError where a request is as long as the model takes before they are over.
+    Raises ConfigError where a request reaches model.max_model_len before these steps are over.
     """
     params = SamplingParams(temperature=0, max_tokens=1 if work.prefill else None, ignore_eos=True)
     token_ids = prompt_token_ids(engine.info.vocab_size, engine.info.eos_token_ids)

@@ -167,7 +167,6 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self._norm_follows = norm_follows
         self._context = context
-        self._out_size, self._dtype = out_size, dtype
         share = context.share(in_size, "a linear layer's input size", unit)
         columns = Columns(in_size, len(share), share.start)
         self.weight = make_weight(
@@ -208,12 +207,13 @@ class RowParallelLinear(nn.Module):
         return True
 
     def send_product(self, x: ops.Rows) -> Sent | None:
-        """The product as the norm that follows sums it, where its rows had better be sent while it is computed. Of a
-        weight that is not plain, each part of the rows would decode it."""
-        if not self._norm_follows or self.weight.plain is None or not isinstance(x, Tensor):
+        """The product for the norm that follows, with the other ranks' rows sent while it is computed
+        (collectives.sent); None where the caller should use `forward`. Quantised weights are excluded: they would be
+        decoded once for each rank's rows."""
+        plain = self.weight.plain
+        if not self._norm_follows or plain is None or not isinstance(x, Tensor):
             return None
-        row_bytes = self._out_size * self._dtype.itemsize
-        return collectives.sent(lambda rows: self.partial(x[rows]), len(x), row_bytes, self._context)
+        return collectives.sent(lambda rows: self.partial(x[rows]), len(x), len(plain) * x.itemsize, self._context)
 
     def slots(self) -> dict[SlotName, Slot]:
         slots = self.weight.named_slots("weight")

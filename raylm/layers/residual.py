@@ -45,7 +45,7 @@ class ResidualStream:
     def add(self, delta: Tensor | Sent) -> None:
         """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
         assert self._waiting is None, "the stream is read between two additions"
-        assert isinstance(delta, Tensor) or self._multiplier == 1.0, "what has been sent is not multiplied any more"
+        assert isinstance(delta, Tensor) or self._multiplier == 1.0, "rows that are sent cannot be multiplied"
         if isinstance(delta, Tensor) and self._multiplier != 1.0:
             delta = delta.mul_(self._multiplier)
         self._waiting = delta
@@ -62,7 +62,7 @@ class ResidualStream:
         """The stream itself, with everything added that waits."""
         if (waiting := self._waiting) is not None:
             self._waiting = None
-            assert isinstance(waiting, Tensor), "what ranks are sent is for a norm"
+            assert isinstance(waiting, Tensor), "rows that are sent are summed by a norm"
             # Without a norm behind it, what was left to one is summed here.
             left = self._norms_sum and collectives.norm_sums(waiting, self._context)
             self._hidden.add_(collectives.all_reduce(waiting, self._context) if left else waiting)

@@ -102,6 +102,6 @@ def peer_sent_add_rms_norm(
     limit_s: float,
     number: int,
 ) -> Tensor:
-    """As peer_split_add_rms_norm, of x the rows that this rank owns alone: the others have been sent to their owners by
-    peer_send_rows with this number, or are on their way."""
+    """As peer_split_add_rms_norm, but x has only the rows that this rank owns. The ranks' parts of each other's rows
+    come by peer_send_rows with the same number, and the kernel waits for those of this rank's."""
     return _peer_sent_add_rms_norm(x, residual, weight, eps, windows, rank, capacity, limit_s, number)

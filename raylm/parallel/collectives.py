@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.parallel.context import ParallelContext, Sent
+from raylm.parallel.context import ParallelContext, Sent, rows_of_rank
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has another name for it."""
@@ -52,8 +52,9 @@ def all_reduce_or_leave(x: Tensor, context: ParallelContext, *, norm_follows: bo
 
 
 def sent(product: Callable[[slice], Tensor], rows: int, row_bytes: int, context: ParallelContext) -> Sent | None:
-    """`product` of `rows` rows, some after others: this rank's part of a sum for `add_rms_norm`, sent to the tensor
-    ranks that norm it while it is computed. None where that gains nothing."""
+    """This rank's part of a sum for `add_rms_norm`: `product` maps a slice of `rows` rows to [rows of it, H], and is
+    called once for each tensor rank's share. The other ranks' shares are sent while this rank's is computed. None where
+    the reducer does not send so many rows of `row_bytes`."""
     reducer = context.reducer
     return reducer.send(product, rows) if reducer is not None and reducer.sends(rows, row_bytes) else None
 
@@ -92,9 +93,8 @@ def splits_rows(num_rows: int, context: ParallelContext) -> bool:
 def share_of(num_rows: int, context: ParallelContext) -> slice:
     """This tensor rank's rows, out of as many equal shares as there are ranks. `num_rows` must be a multiple of
     tensor_size."""
-    share, left = divmod(num_rows, context.tensor_size)
-    assert not left, f"{num_rows} rows for {context.tensor_size} ranks"
-    return slice(context.tensor_rank * share, (context.tensor_rank + 1) * share)
+    assert num_rows % context.tensor_size == 0, f"{num_rows} rows for {context.tensor_size} ranks"
+    return rows_of_rank(num_rows, context.tensor_rank, context.tensor_size)
 
 
 def largest(x: Tensor, context: ParallelContext) -> Tensor:

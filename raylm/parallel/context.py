@@ -46,16 +46,21 @@ class Reducer(Protocol):
     def send(self, product: Callable[[slice], Tensor], rows: int) -> Sent: ...
 
 
+def rows_of_rank(num_rows: int, rank: int, ranks: int) -> slice:
+    """A tensor rank's share of the rows, where ranks share them as evenly as they can."""
+    return slice(num_rows * rank // ranks, num_rows * (rank + 1) // ranks)
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """This rank's part of a sum over the tensor ranks, of the rows that it norms: [share of T, H]. The other ranks have
-    been sent its part of theirs."""
+    """This rank's part of a sum of [T, H] over the tensor ranks, on its way to the ranks that norm its rows."""
 
     own: Tensor
+    """The rows that this rank norms: [T / ranks, H], about."""
     number: int
-    """Of the sum, as the operators count them."""
+    """The sum's number, counted from 1 on every rank alike (ops.peer_send_rows)."""
     others: tuple[Tensor, ...]
-    """What is sent, in memory until the norm is queued behind that."""
+    """The other ranks' rows, kept in memory until the norm is queued, which waits for their copies."""
 
 
 @dataclass(frozen=True, slots=True)

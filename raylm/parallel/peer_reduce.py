@@ -3,7 +3,7 @@
 A process group's all-reduce takes as long for 4 KB as for 64: it waits, not copies. Here one kernel stages, meets the
 other ranks by flags in their memory and reads (cuda_ext/include/raylm/cuda/peer.cuh). It launches without the host's
 help, so it may be captured in CUDA graphs. Where there are many rows, a sum and its norm are split between the ranks;
-outside of graphs a product of very many computes the other ranks' rows first, which are sent while it computes its own.
+outside of graphs a product of 1,024 rows a rank or more sends the other ranks' rows while it computes this rank's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from raylm import ops
-from raylm.parallel.context import Sent
+from raylm.parallel.context import Sent, rows_of_rank
 from raylm.parallel.peer_windows import SharedWindows, connect_windows
 
 MAX_NORM_ROW_BYTES = 32 * 1024
 LEAST_SENT_SHARE = 1024
-"""Rows of a rank's share: what a product does of fewer at a time, and the host's calls, cost more than is hidden."""
+"""The fewest rows a rank's share may have to be sent: smaller products fill a GPU less and launch as many kernels."""
 _KIB = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,7 +100,7 @@ class PeerReducer:
         self._split = None if split is None else _Split(*split)
         self._cells = cells
         self._copies = torch.cuda.Stream(windows.device)
-        """Of rows that are sent while products run."""
+        """The stream of the copies to other ranks, which run beside products."""
         self._num_sent = 0
 
     @property
@@ -145,21 +145,23 @@ class PeerReducer:
         )
 
     def sends(self, rows: int, row_bytes: int) -> bool:
-        """Whether a product of so many rows had better be summed by `send`, which counts on the host: in no graph."""
+        """Whether `send` takes a product of so many rows of row_bytes each. Never while a graph is captured: `send`
+        numbers sums on the host."""
         split, many = self._split, rows >= LEAST_SENT_SHARE * self._windows.ranks
         takes = split is not None and many and split.limits.takes(rows, row_bytes)
         return takes and not torch.cuda.is_current_stream_capturing()
 
     def send(self, product: Callable[[slice], Tensor], rows: int) -> Sent:
-        """Compute `product` of some of `rows` rows after others: first those that the other ranks norm, each of which
-        is sent its rows while the next are computed. Only where this rank `sends`; for add_rms_norm."""
-        assert self._split is not None, "it sends"
+        """Compute `product`, which maps a slice of the `rows` rows to their product, share by share: the other ranks'
+        first, each copied to its rank while the next is computed, this rank's last. Only where it `sends`; the result
+        is for add_rms_norm."""
+        assert self._split is not None, "only where norms are split"
         windows, self._num_sent = self._split.windows, self._num_sent + 1
         compute, copies = torch.cuda.current_stream(windows.device), self._copies
         parts = []
         for other in range(windows.rank + 1, windows.rank + windows.ranks):
             to = other % windows.ranks
-            parts.append(product(_share(rows, to, windows.ranks)))
+            parts.append(product(rows_of_rank(rows, to, windows.ranks)))
             copies.wait_stream(compute)
             with torch.cuda.stream(copies):
                 ops.peer_send_rows(
@@ -171,7 +173,7 @@ class PeerReducer:
                     capacity=windows.capacity,
                     number=self._num_sent,
                 )
-        return Sent(product(_share(rows, windows.rank, windows.ranks)), self._num_sent, tuple(parts))
+        return Sent(product(rows_of_rank(rows, windows.rank, windows.ranks)), self._num_sent, tuple(parts))
 
     def add_rms_norm(self, x: Tensor | Sent, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual [T, H] += the sum of every rank's x [T, H] in place; returns the norm of the new residual, which has
@@ -182,10 +184,10 @@ class PeerReducer:
         is its residual changed, and does it have to be right.
         """
         if isinstance(x, Sent):
-            assert self._split is not None, "it has sent"
+            assert self._split is not None, "only where norms are split"
             windows = self._split.windows
-            # The norm waits for its peers, and kernels that start early may take the room that it leaves: this rank's
-            # own flags, for which peers wait, have to be raised before.
+            # This rank's flags must be raised before its norm starts. The norm spins on the peers' flags, and kernels
+            # launched early behind it may fill the GPU: the one that raises a flag would not run, and both would wait.
             torch.cuda.current_stream(windows.device).wait_stream(self._copies)
             place = (windows.addresses, windows.rank, windows.capacity)
             return ops.peer_sent_add_rms_norm(x.own, residual, weight, eps, *place, self._limit_s, x.number)
@@ -228,11 +230,6 @@ class PeerReducer:
     def _splits(self, x: Tensor) -> bool:
         """Whether each rank norms its share of the rows of x."""
         return self._split is not None and self._split.limits.takes(len(x), x.shape[1] * x.itemsize)
-
-
-def _share(rows: int, rank: int, ranks: int) -> slice:
-    """The rows that a rank norms."""
-    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
 
 
 def connect_peers(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops import peer_memory
 from raylm.parallel.peer_reduce import LEAST_SENT_SHARE, PeerReducer, SizeLimits, SplitLimits, connect_peers
+from tests.support.peer_sums import in_order, share, skip_without_operators, started
 from tests.support.spawned import Ranks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -20,13 +20,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if (problem := peer_memory.missing(0)) is not None:
-        pytest.skip(problem)
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"torch sees {torch.cuda.device_count()} GPUs, this needs 2")
-    ranks = Ranks(min(torch.cuda.device_count(), 4), tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+    skip_without_operators()
+    yield from started(min(torch.cuda.device_count(), 4), tmp_path_factory.mktemp("ranks"))
 
 
 def test_sent_rows_give_the_bits_of_pushed_ones(ranks: Ranks) -> None:
@@ -38,8 +33,7 @@ def test_a_graph_of_all_calls_between_sums_that_are_sent(ranks: Ranks) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    if (problem := peer_memory.missing(0)) is not None:
-        pytest.skip(problem)
+    skip_without_operators()
     x, windows = torch.zeros(4, 8, device="cuda"), torch.zeros(2, dtype=torch.int64)
     place = {"windows": windows, "rank": 0, "capacity": 128, "number": 1}
     with pytest.raises(RuntimeError, match="peer_send_rows: to is 0, must be another rank"):
@@ -66,20 +60,8 @@ def _connected(rank: int) -> PeerReducer:
 
 
 def _least() -> int:
-    """Rows that are sent."""
+    """The fewest rows that are sent."""
     return LEAST_SENT_SHARE * dist.get_world_size()
-
-
-def _share(rows: int, rank: int) -> slice:
-    ranks = dist.get_world_size()
-    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
-
-
-def _in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
 
 
 def _check_sent(rank: int, calls: int = 120) -> None:
@@ -104,7 +86,7 @@ def _check_sent(rank: int, calls: int = 120) -> None:
         out = reducer.add_rms_norm(reducer.send(product, rows), residual, weight, 1e-5)
         if dtype == torch.bfloat16:
             ops.scale_rows(out)  # starts early, in the room that the norm leaves
-        mine = _share(rows, rank)
+        mine = share(rows, rank, dist.get_world_size())
         wrong += (out != expected).any() | (residual[mine] != held[mine]).any()
         if own.random() < 0.05:
             torch.cuda.synchronize()
@@ -114,12 +96,12 @@ def _check_sent(rank: int, calls: int = 120) -> None:
 
 
 def _differs(norm: Tensor, expected: Tensor) -> Tensor:
-    """By more than squares that are added in another order make."""
+    """Beyond what another order of adding up the squares can change."""
     return ((norm - expected).abs() > 4 * torch.finfo(norm.dtype).eps * (1 + expected.abs())).any()
 
 
 def _check_mixed(rank: int, replays: int = 60) -> None:
-    """A graph of a sum, a norm, gathers and a split norm, whose inputs change, and behind it a norm of sent rows."""
+    """A graph of a sum, norms and gathers is replayed with new inputs; after each replay a norm of sent rows."""
     reducer, dtype, hidden, ranks = _connected(rank), torch.bfloat16, 1024, dist.get_world_size()
     sizes = {"sum": 3, "norm": 16, "gather": 8, "split gather": 16 * ranks, "split norm": 1027}
     given = {name: torch.zeros(rows, hidden, dtype=dtype, device="cuda") for name, rows in sizes.items()}
@@ -149,16 +131,16 @@ def _check_mixed(rank: int, replays: int = 60) -> None:
         for residual in residuals.values():
             residual.fill_(0.5)
         graph.replay()
-        sums = {name: _in_order(of_ranks) for name, of_ranks in parts.items()}
+        sums = {name: in_order(of_ranks) for name, of_ranks in parts.items()}
         wrong += (found["sum"] != sums["sum"]).any()
         wrong += (found["gather"] != torch.cat(parts["gather"], dim=1)).any()
-        mine = _share(sizes["split gather"], rank)
+        mine = share(sizes["split gather"], rank, ranks)
         wrong += (found["split gather"] != torch.cat(parts["split gather"], dim=1)[mine]).any()
         for name in residuals:
             wrong += _differs(found[name], ops.add_rms_norm(sums[name], torch.full_like(sums[name], 0.5), weight, 1e-5))
         own = [_random(1000 * replay + 90 + r, _least(), hidden, dtype) for r in range(ranks)]
         sent = reducer.send(lambda part, own=own: own[rank][part].clone(), _least())
         out = reducer.add_rms_norm(sent, torch.zeros_like(own[0]), weight, 1e-5)
-        wrong += _differs(out, ops.add_rms_norm(_in_order(own), torch.zeros_like(own[0]), weight, 1e-5))
+        wrong += _differs(out, ops.add_rms_norm(in_order(own), torch.zeros_like(own[0]), weight, 1e-5))
     assert int(wrong) == 0
     reducer.close()

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops import fallback, peer_memory
+from raylm.ops import fallback
 from raylm.ops.peer_memory import Window
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, SplitLimits, connect_peers
+from tests.support.peer_sums import in_order, share, skip_without_operators, started
 from tests.support.spawned import Ranks
 
 CAPACITY = 4 << 20
@@ -30,21 +31,12 @@ LIMIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def extension() -> None:
-    if (problem := peer_memory.missing(0)) is not None:
-        pytest.skip(problem)
+    skip_without_operators()
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    yield from _started(min(torch.cuda.device_count(), 4), tmp_path_factory.mktemp("ranks"))
-
-
-def _started(count: int, folder: Path) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < max(count, 2):
-        pytest.skip(f"torch sees {torch.cuda.device_count()} GPUs, this needs {max(count, 2)}")
-    ranks = Ranks(count, folder)
-    yield ranks
-    ranks.close()
+    yield from started(min(torch.cuda.device_count(), 4), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("limits", [ONE_SHOT, TWO_SHOT], ids=["one-shot", "two-shot"])
@@ -118,7 +110,7 @@ def test_ranks_that_share_a_gpu_have_no_reducer(ranks: Ranks) -> None:
 
 
 def test_a_peer_that_stays_away_is_an_error(tmp_path: Path) -> None:
-    for ranks in _started(2, tmp_path):
+    for ranks in started(2, tmp_path):
         assert ranks.run(_wait_for_nobody) == ["RuntimeError", "absent"]
 
 
@@ -187,21 +179,13 @@ def _random(rank: int, seed: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=generator, device="cuda").to(dtype)
 
 
-def _in_order(parts: list[Tensor]) -> Tensor:
-    """What the kernels compute: a float32 sum in the order of ranks, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
-
-
 def _pattern(rank: int, call: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Whole numbers, other ones for every rank, call and place."""
     return ((torch.arange(numel, device="cuda") * (rank + 3) + call * 37 + rank * 11) % 251 - 125).to(dtype)
 
 
 def _expected(call: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return _in_order([_pattern(r, call, numel, dtype) for r in range(dist.get_world_size())])
+    return in_order([_pattern(r, call, numel, dtype) for r in range(dist.get_world_size())])
 
 
 def _check_sums(rank: int, dtype: torch.dtype, limits: SizeLimits) -> list[str]:
@@ -216,7 +200,7 @@ def _check_sums(rank: int, dtype: torch.dtype, limits: SizeLimits) -> list[str]:
             exact = torch.stack([part.double() for part in parts]).sum(0)
             tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
             torch.testing.assert_close(x.double(), exact, atol=8 * tolerance, rtol=tolerance)
-            assert torch.equal(x, _in_order(parts)), (vectors, dtype)
+            assert torch.equal(x, in_order(parts)), (vectors, dtype)
             digests.append(sha256(x.view(torch.uint8).cpu().numpy().tobytes()).hexdigest())
     return digests
 
@@ -284,7 +268,7 @@ def _check_gathers(rank: int, calls: int = 300) -> None:
                 torch.cuda._sleep(own.randrange(200_000))  # cycles: up to 0.1 ms
             wrong += (reducer.gather(x) != expected).any()
             if rows % ranks == 0:
-                wrong += (reducer.gather(x, split=True) != expected[_share(rows, rank, ranks)]).any()
+                wrong += (reducer.gather(x, split=True) != expected[share(rows, rank, ranks)]).any()
             if common.random() < 0.3:
                 sums = _pattern(rank, call, 4096, torch.float16)
                 wrong += (reducer(sums) != _expected(call, 4096, torch.float16)).any()
@@ -301,7 +285,7 @@ def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
             parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(dist.get_world_size())]
             residual = _random(90, seed, rows * hidden, dtype).view(rows, hidden)
             weight, x = _random(91, seed, hidden, dtype), parts[rank].clone()
-            expected = (_in_order(parts).float() + residual.float()).to(dtype)
+            expected = (in_order(parts).float() + residual.float()).to(dtype)
             assert reducer.takes_norm(x, residual)
             out = reducer.add_rms_norm(x, residual, weight, 1e-5)
             assert torch.equal(residual, expected) and torch.equal(x, parts[rank])
@@ -318,10 +302,6 @@ def _check_norms(rank: int, dtype: torch.dtype) -> list[str]:
     return digests
 
 
-def _share(rows: int, rank: int, ranks: int) -> slice:
-    return slice(rows * rank // ranks, rows * (rank + 1) // ranks)
-
-
 def _check_split_norms(rank: int, dtype: torch.dtype) -> list[str]:
     """Between sums and norms of few rows. What a rank holds of the others' residual is not read: it is no number."""
     digests, vec, ranks = [], 16 // dtype.itemsize, dist.get_world_size()
@@ -332,7 +312,7 @@ def _check_split_norms(rank: int, dtype: torch.dtype) -> list[str]:
             parts = [_random(r, seed, rows * hidden, dtype).view(rows, hidden) for r in range(ranks)]
             residual = _random(90, seed, rows * hidden, dtype).view(rows, hidden)
             weight, x = _random(91, seed, hidden, dtype), parts[rank].clone()
-            expected, own = (_in_order(parts).float() + residual.float()).to(dtype), _share(rows, rank, ranks)
+            expected, own = (in_order(parts).float() + residual.float()).to(dtype), share(rows, rank, ranks)
             residual[: own.start] = residual[own.stop :] = float("nan")
             assert reducer.takes_norm(x, residual)
             out = reducer.add_rms_norm(x, residual, weight, 1e-5)
@@ -355,7 +335,7 @@ class _SplitCase:
     def __init__(self, rank: int, call: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
         self.x = _pattern(rank, call, rows * hidden, dtype).view(rows, hidden)
         self.residual = _pattern(90, call, rows * hidden, dtype).view(rows, hidden)
-        self._own = _share(rows, rank, dist.get_world_size())
+        self._own = share(rows, rank, dist.get_world_size())
         self._weight = torch.ones(hidden, dtype=dtype, device="cuda")
         self._sums = self.residual.clone()
         self._norm = ops.add_rms_norm(
@@ -554,7 +534,7 @@ def _check_one_gpu(_: int, count: int, calls: int = 500) -> None:
     for call in range(calls):
         numel, two_shot = chooser.choice([8, 24, 1000, 1024, 4096, 8192]), chooser.random() < 0.5
         parts = [_pattern(rank, call, numel, torch.bfloat16) for rank in range(count)]
-        expected = _in_order(parts)
+        expected = in_order(parts)
         torch.cuda.synchronize()
         for rank in chooser.sample(range(count), count):
             with torch.cuda.stream(streams[rank]):
@@ -580,7 +560,7 @@ def _check_split_on_one_gpu(_: int, count: int, calls: int = 200) -> None:
         parts = [_random(rank, call, rows * hidden, torch.bfloat16).view(rows, hidden) for rank in range(count)]
         before = _random(90, call, rows * hidden, torch.bfloat16).view(rows, hidden)
         residuals, weight = [before.clone() for _ in range(count)], _random(91, call, hidden, torch.bfloat16)
-        expected = (_in_order(parts).float() + before.float()).to(torch.bfloat16)
+        expected = (in_order(parts).float() + before.float()).to(torch.bfloat16)
         outs: dict[int, Tensor] = {}
         torch.cuda.synchronize()
         for rank in chooser.sample(range(count), count):
@@ -592,7 +572,7 @@ def _check_split_on_one_gpu(_: int, count: int, calls: int = 200) -> None:
         norm = fallback.rms_norm(expected, weight, 1e-5)
         torch.testing.assert_close(outs[0].float(), norm.float(), atol=0.03, rtol=0.03)
         for rank in range(count):
-            own = _share(rows, rank, count)
+            own = share(rows, rank, count)
             assert torch.equal(outs[rank], outs[0]), (call, rows, hidden)
             assert torch.equal(residuals[rank][own], expected[own]), (call, rows, hidden)
         torch.cuda.synchronize()

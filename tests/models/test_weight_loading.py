@@ -28,6 +28,7 @@ from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext, Sent
 from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
+from tests.support.peer_sums import share
 from tests.support.threaded_ranks import ThreadedRanks
 
 FILE = "model.safetensors"
@@ -217,15 +218,11 @@ class SplitReducer(NormReducer):
     def takes_norm(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
         return len(x) >= 3
 
-    def _shares(self, rows: int) -> list[slice]:
-        ranks = self._context.tensor_size
-        return [slice(rows * r // ranks, rows * (r + 1) // ranks) for r in range(ranks)]
-
     def add_rms_norm(
         self, x: torch.Tensor | Sent, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         self.num_norms += 1
-        own = self._shares(len(residual))[self._context.tensor_rank]
+        own = share(len(residual), self._context.tensor_rank, self._context.tensor_size)
         out = torch.zeros_like(residual)
         summed = x.own if isinstance(x, Sent) else self(x)[own]
         out[own] = ops.add_rms_norm(summed, residual[own], weight, eps)
@@ -234,7 +231,7 @@ class SplitReducer(NormReducer):
 
 
 class SendingReducer(SplitReducer):
-    """Sums are on their way while products are computed, a share of the rows after another."""
+    """It takes products one share of the rows at a time, the other rank's first."""
 
     num_sent = 0
 
@@ -243,9 +240,9 @@ class SendingReducer(SplitReducer):
 
     def send(self, product: Callable[[slice], torch.Tensor], rows: int) -> Sent:
         self.num_sent += 1
-        shares, rank = self._shares(rows), self._context.tensor_rank
-        parts = {r: product(shares[r]) for r in (1 - rank, rank)}
-        return Sent(self(torch.cat([parts[0], parts[1]]))[shares[rank]], self.num_sent, ())
+        rank = self._context.tensor_rank
+        parts = {r: product(share(rows, r, 2)) for r in (1 - rank, rank)}
+        return Sent(self(torch.cat([parts[0], parts[1]]))[share(rows, rank, 2)], self.num_sent, ())
 
 
 @pytest.mark.parametrize("reducer_class", [None, NormReducer, SplitReducer, SendingReducer])
