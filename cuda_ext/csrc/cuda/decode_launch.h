@@ -84,14 +84,16 @@ struct DecodeLaunch {
 };
 
 // A launch for sequences of at most `rows` rows, with room for the parts of sequences that are cut, and behind it for `more`
-// rows. Counters of arrivals are zeros, and are so again when the kernel has ended; prefixes have none.
+// rows; `spared` blocks fewer than the device runs at a time. Counters of arrivals are zeros, and are so again when the
+// kernel has ended; prefixes have none.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0) {
+DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0,
+                              int spared = 0) {
   using Layout = DecodeLayout<C, D, N>;
   constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part>;
   const int32_t device = call.q.get_device_index();
-  const int all = resident(device, false), fewer = resident(device, true);
-  if (all == 0) return {};
+  const int all = resident(device, false) - spared, fewer = spared > 0 ? 0 : resident(device, true);
+  if (all <= 0) return {};
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
   // Whether blocks with a stage more still make a slot for each sequence. Few sequences are cut into tiles instead.
   const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
@@ -168,14 +170,35 @@ bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call) 
   });
 }
 
+// How many blocks each of two launches leaves to the other one, of `all` that the device runs at a time.
+struct Spared {
+  int by_prefixes, by_rest;
+};
+
+// Where what follows the prefixes makes equal numbers of whole sequences for its blocks with one block of a
+// multiprocessor left out, one or two of them, that one is for prefixes, and both launches run at the same time.
+// Elsewhere prefixes leave room for one that starts beside them.
+inline Spared spared_blocks(int all, int multiprocessors, int64_t num_seqs, int64_t columns) {
+  if (all <= multiprocessors) return {0, 0};
+  const int64_t slots = (all - multiprocessors) / columns, places = slots > 0 ? divide_up(num_seqs, slots) * slots : 0;
+  const bool beside = 0 < places && places <= 2 * slots && 8 * places <= 9 * num_seqs;
+  return beside ? Spared{all - multiprocessors, multiprocessors} : Spared{multiprocessors, 0};
+}
+
 // Prefixes have many rows, what follows them few.
 template <typename T, typename C, int D>
 bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& call) {
   AttentionParams<T> of_prefixes = params;
   of_prefixes.sinks = nullptr;  // they count once
   const int64_t sharers = kMostSharers * (params.num_heads / params.num_kv_heads), seqs = params.num_seqs;
-  auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads);
-  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, most_rows(params, call.max_query_len));
+  const int32_t device = call.q.get_device_index();
+  const Spared spared =
+      spared_blocks(resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device),
+                    device_attribute(cudaDevAttrMultiProcessorCount, device), seqs, params.num_kv_heads);
+  auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads,
+                                                                 spared.by_prefixes);
+  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, most_rows(params, call.max_query_len), 0,
+                                                            spared.by_rest);
   if (first.columns == 0 || rest.columns == 0) return false;
   const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
   const int32_t* members = data<int32_t>(*call.prefixes);
