@@ -10,7 +10,7 @@ TYPES = {"__half": "f16", "__nv_bfloat16": "bf16"}
 CODES = {"__nv_fp8_e4m3": "e4m3"}
 """Of 8 bits, for products whose left side lies in shared memory: the summed dimension is innermost in both."""
 CODES_SHARED = (48, 64, 96, 112, 128)
-SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 192, 256)
+SHARED = (8, 16, 32, 48, 64, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Widths of products whose left side lies in shared memory."""
 REGISTERS = (64, 80, 96, 128, 192, 256)
 """Widths of those whose left side lies in registers."""

@@ -96,6 +96,7 @@ def test_sparse_mixer_matches_reference(device, jitter):
         (13, 16, 3, 200, 72),
         (40, 60, 4, 128, 64),
         (70, 8, 3, 64, 136),
+        (150, 8, 2, 72, 64),
         (300, 8, 2, 64, 96),
         (2, 8, 4, 72, 24),
         (260, 4, 3, 72, 200),
@@ -110,8 +111,7 @@ def test_experts_match_reference(op, device, activation, biased, dtype, rows, nu
     logits = _random(rows, num_experts, seed=2)
     logits[: rows // 2, 1] += 3
     weights, chosen = ops.route(logits.to(device), None, **{**PLAIN, "per_token": per_token})
-    if op("experts_kernels") is torch.ops.raylm.experts_kernels.default and not op("experts_kernels")(x, down):
-        pytest.skip("torch's version runs for these here")
+    _skip_if_torchs(op, x, down)
     biases: list[Tensor | None] = [None, None]
     if biased:
         biases = [_random(num_experts, width, seed=3).to(device, dtype) for width in (2 * size, hidden)]
@@ -119,14 +119,59 @@ def test_experts_match_reference(op, device, activation, biased, dtype, rows, nu
     limit = 0.7
     code = ops.ACTIVATIONS.index(activation)
     out = op("experts")(x, gate_up, down, weights, chosen, *biases, code, limit)
-    expected = torch.zeros(rows, hidden, dtype=torch.float64, device=device)
-    for expert in range(num_experts):
+    assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
+    close(out, _reference(x, gate_up, down, weights, chosen, biases, activation, limit), scale=2)
+
+
+def _skip_if_torchs(op, x: Tensor, down: Tensor) -> None:
+    if op("experts_kernels") is torch.ops.raylm.experts_kernels.default and not op("experts_kernels")(x, down):
+        pytest.skip("torch's version runs for these here")
+
+
+def _reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    biases: list[Tensor | None],
+    activation: str,
+    limit: float,
+) -> Tensor:
+    expected = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(len(down)):
         of_gate_up, of_down = (0 if bias is None else bias[expert].double() for bias in biases)
         which, place = torch.nonzero(chosen == expert, as_tuple=True)
         inner = gated(x[which].double() @ gate_up[expert].double().t() + of_gate_up, activation, limit)
         expected[which] += weights[which, place, None].double() * (inner @ down[expert].double().t() + of_down)
-    assert out.shape == (rows, hidden) and out.dtype == dtype and out.is_contiguous()
-    close(out, expected, scale=2)
+    return expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_experts_of_any_number_of_rows(op, device, dtype, num_experts):
+    """Kernels multiply so many rows at a time as the experts need. Rows lie apart, with others between them."""
+    hidden, size = 72, 40
+    down = (_random(num_experts, hidden, size) / size**0.5).to(device, dtype)
+    gate_up = (_random(num_experts, 2 * size, hidden) / hidden**0.5).to(device, dtype)
+    for rows in range(2, 290, 13):
+        x = _random(rows, 2 * hidden).to(device, dtype)[:, :hidden]
+        _skip_if_torchs(op, x, down)
+        weights, chosen = ops.route(_random(rows, num_experts).to(device), None, **{**PLAIN, "per_token": 1})
+        out = op("experts")(x, gate_up, down, weights, chosen, None, None, 0, 0.0)
+        close(out, _reference(x, gate_up, down, weights, chosen, [None, None], "silu", 0.0), scale=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 40, 300])
+def test_a_nan_stays_in_its_row(op, device, rows, activation, dtype):
+    x, down, gate_up = (_random(*shape).to(device, dtype) for shape in ((rows, 64), (4, 64, 32), (4, 64, 64)))
+    _skip_if_torchs(op, x, down)
+    x[rows // 2, 3] = math.nan
+    weights, chosen = ops.route(_random(rows, 4).to(device), None, **PLAIN)
+    out = op("experts")(x, gate_up, down, weights, chosen, None, None, ops.ACTIVATIONS.index(activation), 0.7)
+    assert out[rows // 2].isnan().all() and out.isnan().any(-1).sum() == 1
 
 
 @pytest.mark.gpu

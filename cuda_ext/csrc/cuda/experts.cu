@@ -14,19 +14,21 @@ constexpr int kMostRows = 256;  // of a segment
 
 Order unsorted(const Tensor& chosen, const Sizes& sizes) {
   const int pairs = static_cast<int>(sizes.pairs);
-  return {std::nullopt, {nullptr, nullptr, data<int64_t>(chosen), pairs, 1}, nullptr, pairs};
+  return {std::nullopt, {nullptr, nullptr, data<int64_t>(chosen), pairs, 1}, nullptr, nullptr, pairs};
 }
 
 Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   const int64_t segments = sizes.most_segments(), numbers = 4 + 4 * segments;
-  Order order{torch::stable::new_empty(chosen, {numbers + sizes.pairs}, ScalarType::Int)};
+  Order order{torch::stable::new_empty(chosen, {numbers + 2 * sizes.pairs}, ScalarType::Int)};
   int* const memory = data<int>(*order.memory);
   OrderParams params{};
   params.chosen = data<int64_t>(chosen);
   params.num_segments = memory;
   params.segments = reinterpret_cast<Segment*>(memory + 4);
   params.places = memory + numbers;
+  params.tokens = params.places + sizes.pairs;
   params.pairs = static_cast<int>(sizes.pairs);
+  params.per_token = static_cast<int>(sizes.per_token);
   params.experts = static_cast<int>(sizes.experts);
   params.segment_rows = sizes.segment_rows;
   const size_t shared = kOrderWarps * sizes.experts * sizeof(int);
@@ -34,6 +36,7 @@ Order sort(const Tensor& chosen, const Sizes& sizes, cudaStream_t stream) {
   launch_dependent(order_kernel, {dim3(blocks), dim3(kOrderThreads), stream, shared, blocks}, params);
   order.segments = {params.segments, params.num_segments, nullptr, params.pairs, 1};
   order.places = params.places;
+  order.tokens = params.tokens;
   order.most_segments = segments;
   return order;
 }
@@ -100,7 +103,7 @@ void check_pairs(const char* op, const Tensor& x, const Tensor& weights, const T
 namespace {
 
 struct GroupedProduct {
-  const Tensor& x;       // [rows, k], in the order of the experts or one a token
+  const Tensor& x;       // [rows, k]: of a gated product the tokens', of others in the order of the experts
   const Tensor& weight;  // [experts, n, k]
   const std::optional<Tensor>& bias;
   const Order& order;
@@ -122,10 +125,15 @@ int resident(int device, int shared) {
 
 template <typename T, typename Shape, bool Gated>
 void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) {
-  const int device = p.x.get_device_index();
+  constexpr bool kLooksUp = kFromTokens<Shape, Gated, AsNumbers<T>>, kSpreads = Gated && !kLooksUp;
+  const Tensor x = kSpreads ? spread(p.x, p.order, p.sizes, stream) : p.x;
+  params.early = !Gated || kSpreads;  // otherwise the kernel ahead is who sorts or chooses
+  const int device = x.get_device_index();
   const int64_t eights = p.columns / 8, box = Shape::kWidth / 8 / p.halves;
+  const int stride = static_cast<int>(x.stride(0) / kVec<T>), width = static_cast<int>(p.k / kVec<T>);
+  if (kLooksUp) params.token_rows = {static_cast<const char*>(x.data_ptr()), p.order.tokens, stride, width};
   const bool mapped =
-      make_map<T, 2>(&params.x, data<T>(p.x), {p.k, p.x.size(0)}, {p.x.stride(0)}, {64, Shape::kBoxRows}) &&
+      (kLooksUp || make_map<T, 2>(&params.x, data<T>(x), {p.k, x.size(0)}, {x.stride(0)}, {64, Shape::kBoxRows})) &&
       make_map<T, 5>(&params.weight, data<T>(p.weight), {p.k, 8, p.halves, eights, p.sizes.experts},
                      {p.k, p.columns * p.k, 8 * p.k, p.halves * p.columns * p.k}, {64, 8, p.halves, box, 1});
   if (!mapped) fail(kOp, "the copy engine cannot address the rows or the weights");
@@ -149,7 +157,7 @@ void launch(const GroupedProduct& p, const GroupedParams& params, cudaStream_t s
     case 16: return launch<T, GroupedShape<64, 16, 1>, Gated>(p, params, stream);
     case 32: return launch<T, GroupedShape<128, 32, 1>, Gated>(p, params, stream);
     case 64: return launch<T, GroupedShape<128, 64, 1>, Gated>(p, params, stream);
-    case 128: return launch<T, GroupedShape<128, 128, 2>, Gated>(p, params, stream);
+    case 128: return launch<T, GroupedShape<128, 128, 2, Gated ? 1 : 2>, Gated>(p, params, stream);
     default: return launch<T, GroupedShape<128, 256, 2>, Gated>(p, params, stream);
   }
 }
@@ -166,9 +174,6 @@ Tensor product(const GroupedProduct& p, cudaStream_t stream) {
   params.columns = static_cast<int>(p.columns);
   params.steps = static_cast<int>(divide_up(p.k, 64));
   if (p.gate) params.gate = *p.gate;
-  // Behind the sorting comes the spreading, and behind that or the sorting the first product: only of a product of pairs
-  // as they come the kernel ahead is who chose them.
-  params.early = p.order.places != nullptr || !p.gate;
   p.halves == 2 ? launch<T, true>(p, params, stream) : launch<T, false>(p, params, stream);
   return out;
 }
@@ -201,8 +206,7 @@ Tensor run(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Ten
   const Sizes sizes{x.size(0), chosen.size(1), down.size(0), x.size(1), down.size(2), kMostRows};
   const cudaStream_t stream = current_stream(x);
   const Order order = order_of(chosen, sizes, stream);
-  const Tensor rows = spread(x, order, sizes, stream);
-  const Tensor inner = product<T>({rows, gate_up, gate_up_bias, order, sizes, gate}, stream);
+  const Tensor inner = product<T>({x, gate_up, gate_up_bias, order, sizes, gate}, stream);
   const Tensor parts = product<T>({inner, down, down_bias, order, sizes, std::nullopt}, stream);
   return gather_sums(parts, weights, order, sizes, stream);
 }

@@ -32,7 +32,7 @@ struct Sizes {
 struct Order {
   std::optional<Tensor> memory;
   Segments segments;
-  int* places;  // null: rows lie in the order of the pairs
+  int *places, *tokens;  // a pair's row and a row's token; null: rows lie in the order of the pairs
   int64_t most_segments;
 };
 

@@ -1,5 +1,5 @@
-// Rows of tokens in the order of their experts: where each goes, its copy, and the sum of what comes back. A token and one
-// of its experts are a pair; pairs are numbered token by token.
+// Rows of tokens in the order of their experts: where each goes, whose it is, its copy, and the sum of what comes back. A
+// token and one of its experts are a pair; pairs are numbered token by token.
 #pragma once
 
 #include "raylm/cuda/common.cuh"
@@ -20,9 +20,10 @@ static_assert(kMostExperts <= kOrderThreads);
 struct OrderParams {
   const int64_t* chosen;  // [pairs]
   int* places;            // [pairs]: a pair's row
+  int* tokens;            // [pairs]: a row's token
   Segment* segments;
   int* num_segments;
-  int pairs, experts;
+  int pairs, per_token, experts;
   int segment_rows;  // at most
 };
 
@@ -120,6 +121,7 @@ __device__ inline void order_pairs(const OrderParams& p) {
       __syncwarp(active);
       if (lower == 0) own[expert] = place + __popc(same);
       p.places[pair] = place + __popc(lower);
+      p.tokens[place + __popc(lower)] = pair / p.per_token;
     }
     __syncwarp();
   });

@@ -7,8 +7,9 @@
 // memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread then has the gate of a column and
 // its up side by side.
 //
-// Where an expert has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x
-// for both (not of x that is rounded: from the L2 cache comes half as much).
+// A gated product of numbers takes x as the tokens have it, and its fetchers look up whose each row is. But where an expert
+// has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x for both (not of
+// x that is rounded: from the L2 cache comes half as much). That takes rows that lie together.
 //
 // W may be codes in patches (tile/patches.cuh) instead of numbers of T. These come to shared memory as they are, a copy for
 // the patches beside each other of a stage, and become wgmma's A operand in registers. x may be rounded to such codes.
@@ -32,8 +33,16 @@
 
 namespace raylm::cuda {
 
+// x as the tokens have it: [tokens, k].
+struct TokenRows {
+  const char* x;
+  const int* tokens;  // [rows], in the order of the experts; null: a segment's lie together, from its source on
+  int stride, width;  // of x, in units of 16 bytes
+};
+
 struct GroupedParams {
   CUtensorMap x;       // [rows, k], boxes of 128 bytes of GroupedShape::kBoxRows, or of box_rows
+  TokenRows token_rows;  // where kFromTokens, in the place of the map
   CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows, where it has numbers
   PatchedWeight patched;  // where it has codes
   const float* x_scales;  // of rows that are rounded
@@ -65,9 +74,13 @@ struct GroupedShape {
   // Groups with many rows need more registers than there are for all alike: one more, of which one thread or warp fetches,
   // gives its own.
   static constexpr bool kMovesRegisters = kBlocks == 1;
-  static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : kWarp);
+  static constexpr int kFetchers = kMovesRegisters ? 128 : kWarp, kThreads = 128 * kGroups + kFetchers;
   static constexpr int kFetchRegisters = 40, kComputeRegisters = kGroups < 3 ? 232 : 152;
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
+  // The next number of rows that are.
+  __host__ __device__ static constexpr int wider(int rows) {
+    return rows < 64 ? 2 * rows : rows < 128 ? rows + 32 : rows + 16;
+  }
   // Results of many rows are written by GroupedBlock::write_tile; for that each group has two parts of such a size.
   static constexpr bool kWideStores = kRows >= 128;
   static constexpr int kPartBytes = 32 * 80, kResultBytes = kWideStores ? 2 * kGroups * kPartBytes : 0;
@@ -83,6 +96,7 @@ struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
   static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
   static constexpr int kBoxes = Boxes, kBoxColumns = 128 / Boxes;
   static constexpr int kLeast = Rows < 128 ? 8 : 32;
+  __host__ __device__ static constexpr int wider(int rows) { return rows < 128 ? 2 * rows : rows + 64; }
   // From a box's columns of x to the next.
   __host__ __device__ static constexpr int x_pitch(int box_rows) {
     return (Rows < 128 ? box_rows : Rows) * Base::kRowBytes;
@@ -94,6 +108,10 @@ struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
   }
 };
 
+// Whether rows of x are fetched from their tokens.
+template <typename Shape, bool Gated, typename Form>
+constexpr bool kFromTokens = Gated && !Form::kCodes && Shape::kCluster == 1;
+
 struct GroupedBarriers {
   uint64_t full[kMostGroupedStages], empty[kMostGroupedStages];
 };
@@ -103,6 +121,7 @@ struct GroupedBlock {
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves;  // of the result, in a tile
   static constexpr int kMatrices = 2 / kHalves;  // 8 x 8 matrices of results that 16 rows of W make with 8 of x
+  static constexpr bool kLooksUp = kFromTokens<Shape, Gated, Form>;
   const GroupedParams& params;
   const uint32_t memory, full, empty;
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
@@ -132,7 +151,7 @@ struct GroupedBlock {
 
   __device__ void init_barriers() const {
     for (int i = 0; i < params.stages; ++i) {
-      barrier_init(full + 8 * i, 1);
+      barrier_init(full + 8 * i, kLooksUp ? 1 + Shape::kFetchers : 1);
       barrier_init(empty + 8 * i, 4 * Shape::kGroups * Shape::kCluster);
     }
     barrier_init_done();
@@ -145,7 +164,8 @@ struct GroupedBlock {
 
   __device__ void load_weights(const Segment& own, int column, int step, int stage) const {
     const uint32_t barrier = full + 8 * stage;
-    barrier_arrive_expecting(barrier, Shape::kWeightBytes + boxes(own) * Shape::kBoxRows * Shape::kRowBytes);
+    const int x_bytes = kLooksUp ? 0 : boxes(own) * Shape::kBoxRows * Shape::kRowBytes;
+    barrier_arrive_expecting(barrier, Shape::kWeightBytes + x_bytes);
     load_box_once(weights(stage), params.weight, barrier, {step * Shape::kDepth, 0, 0, column / 8, own.expert}, policy());
   }
 
@@ -184,6 +204,37 @@ struct GroupedBlock {
           load_weights(own, column(tile), step, ring.stage);
         }
         load_x(own, step, ring.stage);
+      }
+    }
+  }
+
+  // All fetchers, each with a piece of 16 bytes of some rows, which it lays down as the copy engine would.
+  __device__ void fetch_from_tokens() const {
+    constexpr int kPieces = Shape::kRows * 8 / Shape::kFetchers, kApart = Shape::kFetchers / 8;
+    const TokenRows& from = params.token_rows;
+    const int fetcher = threadIdx.x % Shape::kFetchers, piece = fetcher % 8, row = fetcher / 8;
+    wait_for_dependencies();
+    SizedRing ring{params.stages};
+    for (int tile = first(), end = tiles(); tile < end; tile += stride()) {
+      const Segment own = segment(tile);
+      unsigned pieces[kPieces];
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int at = min(row + i * kApart, own.rows - 1);
+        const int token = from.tokens ? from.tokens[own.first + at] : own.source + at;
+        pieces[i] = static_cast<unsigned>(token) * from.stride + piece;
+      }
+      for (int step = 0; step < params.steps; ++step, ring.advance()) {
+        barrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        if (fetcher == 0) load_weights(own, column(tile), step, ring.stage);
+        const bool inside = step * 8 + piece < from.width;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const int at = row + i * kApart;
+          const uint32_t to = x(ring.stage) + at * Shape::kRowBytes + (piece ^ at % 8) * 16;
+          if (at < own.rows) copy_async(to, from.x + (pieces[i] + step * 8) * int64_t{16}, inside);
+        }
+        copies_arrive<true>(full + 8 * ring.stage);
       }
     }
   }
@@ -278,6 +329,7 @@ struct GroupedBlock {
     int last = ring.stage;
     for (int step = 0; step < params.steps; ++step) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
+      if constexpr (kLooksUp) fence_shared_writes();
       multiply<N>(sums, ring.stage, group);
       wgmma_wait<1>();  // for the step before
       if (step > 0) release(last);
@@ -451,10 +503,11 @@ struct GroupedBlock {
       uint4 bytes;
       if (first > 0) bytes = load_shared(taken + (first / kRows - 1) % 2 * Shape::kPartBytes);
       if (first < N) {
-        uint32_t matrices[4];
+        uint32_t matrices[4] = {};
 #pragma unroll
         for (int m = 0; m < 4; m += kMatrices) {
-          pack_results(sums + first / 2 + 4 * (m / kMatrices), bias, matrices + m);
+          const int row = first + 8 * (m / kMatrices);
+          if (row < N) pack_results(sums + row / 2, bias, matrices + m);
         }
         store_matrices_transposed(given + first / kRows % 2 * Shape::kPartBytes, matrices);
       }
@@ -479,8 +532,7 @@ struct GroupedBlock {
   template <int N>
   __device__ __forceinline__ void run_segment(const Segment& own, int column, int group, SizedRing& ring) const {
     if constexpr (N < Shape::kRows) {
-      constexpr int kNext = N < 128 ? 2 * N : N + 64;
-      if (own.rows > N) return run_segment<kNext>(own, column, group, ring);
+      if (own.rows > N) return run_segment<Shape::wider(N)>(own, column, group, ring);
     }
     run_tile<N>(own, column, group, ring);
   }
@@ -507,7 +559,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
   const int group = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);  // in a register that the warp shares
   const bool fetches = threadIdx.x == 128 * Shape::kGroups, fetches_codes = threadIdx.x / kWarp == 4 * Shape::kGroups;
   if (fetches) {
-    prefetch_map(params.x);
+    if constexpr (!block.kLooksUp) prefetch_map(params.x);
     if constexpr (!Form::kCodes) prefetch_map(params.weight);
     block.init_barriers();
   }
@@ -521,6 +573,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocks)
     if constexpr (Shape::kMovesRegisters) give_registers_back<Shape::kFetchRegisters>();
     if constexpr (Form::kCodes) {
       if (fetches_codes) block.fetch_codes();
+    } else if constexpr (block.kLooksUp) {
+      block.fetch_from_tokens();
     } else {
       if (fetches) block.fetch();
     }
