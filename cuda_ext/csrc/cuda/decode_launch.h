@@ -79,21 +79,21 @@ DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t u
 template <typename T, DecodePart Part>
 struct DecodeLaunch {
   DecodeParams<T, Part> params;
-  int64_t columns;  // 0: the device has too little shared memory
+  int64_t columns;  // 0: there is no room for a block
   Tensor parts, arrivals;
 };
 
 // A launch for sequences of at most `rows` rows, with room for the parts of sequences that are cut, and behind it for `more`
-// rows; `spared` blocks fewer than the device runs at a time. Counters of arrivals are zeros, and are so again when the
-// kernel has ended; prefixes have none.
+// rows; of `most` blocks at a time, where that is fewer than the device runs (then none has a stage more). Counters of
+// arrivals are zeros, and are so again when the kernel has ended; prefixes have none.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0,
-                              int spared = 0) {
+                              int most = INT_MAX) {
   using Layout = DecodeLayout<C, D, N>;
   constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part>;
   const int32_t device = call.q.get_device_index();
-  const int all = resident(device, false) - spared, fewer = spared > 0 ? 0 : resident(device, true);
-  if (all <= 0) return {};
+  const int fit = resident(device, false), all = std::min(fit, most), fewer = all < fit ? 0 : resident(device, true);
+  if (all == 0) return {};
   const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
   // Whether blocks with a stage more still make a slot for each sequence. Few sequences are cut into tiles instead.
   const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
@@ -170,19 +170,21 @@ bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call) 
   });
 }
 
-// How many blocks each of two launches leaves to the other one, of `all` that the device runs at a time.
-struct Spared {
-  int by_prefixes, by_rest;
+// Blocks at a time that prefixes have and those that what follows them has.
+struct BlocksOfBoth {
+  int prefixes, rest;
 };
 
-// Where what follows the prefixes makes equal numbers of whole sequences for its blocks with one block of a
-// multiprocessor left out, one or two of them, that one is for prefixes, and both launches run at the same time.
-// Elsewhere prefixes leave room for one that starts beside them.
-inline Spared spared_blocks(int all, int multiprocessors, int64_t num_seqs, int64_t columns) {
-  if (all <= multiprocessors) return {0, 0};
-  const int64_t slots = (all - multiprocessors) / columns, places = slots > 0 ? divide_up(num_seqs, slots) * slots : 0;
+// `all`: that the device runs at a time. Prefixes have one a multiprocessor, and the rest the others, from the start, where
+// the rest then has one or two whole sequences for each of its blocks, and for nearly all: cutting them would cost more.
+// Otherwise prefixes leave one a multiprocessor to the rest, which has all once they are done. (Before Hopper launches
+// follow each other.)
+inline BlocksOfBoth blocks_of_both(int all, int32_t device, int64_t num_seqs, int64_t columns) {
+  const int each = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  if (compute_major(device) < 9 || all <= each) return {all, all};
+  const int64_t slots = (all - each) / columns, places = slots > 0 ? divide_up(num_seqs, slots) * slots : 0;
   const bool beside = 0 < places && places <= 2 * slots && 8 * places <= 9 * num_seqs;
-  return beside ? Spared{all - multiprocessors, multiprocessors} : Spared{multiprocessors, 0};
+  return beside ? BlocksOfBoth{each, all - each} : BlocksOfBoth{all - each, all};
 }
 
 // Prefixes have many rows, what follows them few.
@@ -191,14 +193,15 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& c
   AttentionParams<T> of_prefixes = params;
   of_prefixes.sinks = nullptr;  // they count once
   const int64_t sharers = kMostSharers * (params.num_heads / params.num_kv_heads), seqs = params.num_seqs;
+  const int64_t rows = most_rows(params, call.max_query_len);
+  const int64_t columns = params.num_kv_heads * divide_up(rows, DecodeLayout<C, D, 1>::kRows);
   const int32_t device = call.q.get_device_index();
-  const Spared spared =
-      spared_blocks(resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device),
-                    device_attribute(cudaDevAttrMultiProcessorCount, device), seqs, params.num_kv_heads);
+  const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device);
+  const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns);
+  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, rows, 0, most.rest);
+  // Blocks with a stage more find no room beside those of prefixes.
   auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads,
-                                                                 spared.by_prefixes);
-  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, most_rows(params, call.max_query_len), 0,
-                                                            spared.by_rest);
+                                                                 rest.params.deep ? all : most.prefixes);
   if (first.columns == 0 || rest.columns == 0) return false;
   const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
   const int32_t* members = data<int32_t>(*call.prefixes);

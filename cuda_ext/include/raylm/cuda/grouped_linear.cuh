@@ -1,11 +1,11 @@
 // Products of rows with the weights of their experts, for Hopper: out = x W[expert]^T (+ bias), or its gated activation.
 //
 // Rows lie in the order of their experts, and which rows are whose stands in a list of segments, on the device alone. A
-// block takes tiles of `Width` rows of W for one segment. One of its threads (of codes, a warp) fetches and runs ahead, also into the next
-// tile; one to three groups of four warps multiply by wgmma, with W as its A operand, whose height is fixed, and x as its B
-// operand, whose width follows the segment: so few rows cost few instructions. Of a gated product, W's rows come to shared
-// memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread then has the gate of a column and
-// its up side by side.
+// block takes tiles of `Width` rows of W for one segment. Its fetchers (one thread where the copy engine has all the work)
+// run ahead, also into the next tile; one to three groups of four warps multiply by wgmma, with W as its A operand, whose
+// height is fixed, and x as its B operand, whose width follows the segment: so few rows cost few instructions. Of a gated
+// product, W's rows come to shared memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread
+// then has the gate of a column and its up side by side.
 //
 // A gated product of numbers takes x as the tokens have it, and its fetchers look up whose each row is. But where an expert
 // has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x for both (not of
@@ -71,8 +71,8 @@ struct GroupedShape {
   static constexpr int kWeightBytes = kWidth * kRowBytes, kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
   static constexpr int kBlocks = kCluster == 1 && kRows < 128 ? 2 : 1;  // of a multiprocessor
-  // Groups with many rows need more registers than there are for all alike: one more, of which one thread or warp fetches,
-  // gives its own.
+  // Groups with many rows need more registers than there are for all alike: one more, which fetches, gives its
+  // own.
   static constexpr bool kMovesRegisters = kBlocks == 1;
   static constexpr int kFetchers = kMovesRegisters ? 128 : kWarp, kThreads = 128 * kGroups + kFetchers;
   static constexpr int kFetchRegisters = 40, kComputeRegisters = kGroups < 3 ? 232 : 152;
@@ -96,7 +96,7 @@ struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
   static constexpr int kChunks = Chunks, kPatches = Width / 16;  // of a stage, below each other
   static constexpr int kBoxes = Boxes, kBoxColumns = 128 / Boxes;
   static constexpr int kLeast = Rows < 128 ? 8 : 32;
-  __host__ __device__ static constexpr int wider(int rows) { return rows < 128 ? 2 * rows : rows + 64; }
+  __host__ __device__ static constexpr int wider(int rows) { return 2 * rows; }
   // From a box's columns of x to the next.
   __host__ __device__ static constexpr int x_pitch(int box_rows) {
     return (Rows < 128 ? box_rows : Rows) * Base::kRowBytes;
@@ -506,8 +506,8 @@ struct GroupedBlock {
         uint32_t matrices[4] = {};
 #pragma unroll
         for (int m = 0; m < 4; m += kMatrices) {
-          const int row = first + 8 * (m / kMatrices);
-          if (row < N) pack_results(sums + row / 2, bias, matrices + m);
+          const int eight = first + 8 * (m / kMatrices);
+          if (eight < N) pack_results(sums + eight / 2, bias, matrices + m);
         }
         store_matrices_transposed(given + first / kRows % 2 * Shape::kPartBytes, matrices);
       }
