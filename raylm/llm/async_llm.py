@@ -38,7 +38,7 @@ class AsyncLLM:
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False
-        gc.freeze()  # as LLMEngine does
+        gc.freeze()  # a collection that goes through a model's objects would stop a step for a tenth of a second
 
     @property
     def config(self) -> EngineConfig:

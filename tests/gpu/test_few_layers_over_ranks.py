@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylm import ops
-from raylm.ops import peer_memory
 from raylm.parallel.peer_reduce import PeerReducer, SizeLimits, connect_peers
 from tests.ops.op_reference import decoder_layers
 from tests.ops.test_op_few_layers import (
@@ -28,6 +27,7 @@ from tests.ops.test_op_few_layers import (
     placed,
     placed_weights,
 )
+from tests.support.peer_sums import skip_without_operators, started
 from tests.support.spawned import Ranks
 
 RANKS = 2
@@ -41,15 +41,10 @@ ROWS = ([1], [300], [3000], [17, 5], [7, 900, 256, 128])
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"torch sees {torch.cuda.device_count()} GPUs, this needs {RANKS}")
-    if (problem := peer_memory.missing(0)) is not None:
-        pytest.skip(problem)
+    skip_without_operators()
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("the kernel is for compute capability 9.0")
-    ranks = Ranks(RANKS, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.close()
+    yield from started(RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

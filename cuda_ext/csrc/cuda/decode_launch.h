@@ -83,9 +83,15 @@ struct DecodeLaunch {
   Tensor parts, arrivals;
 };
 
+// The KV heads and chunks of rows that blocks are for.
+template <typename Layout, typename T>
+int64_t columns_of(const AttentionParams<T>& attention, int64_t rows) {
+  return attention.num_kv_heads * divide_up(rows, Layout::kRows);
+}
+
 // A launch for sequences of at most `rows` rows, with room for the parts of sequences that are cut, and behind it for `more`
-// rows; of `most` blocks at a time, where that is fewer than the device runs (then none has a stage more). Counters of
-// arrivals are zeros, and are so again when the kernel has ended; prefixes have none.
+// rows. It runs at most `most` blocks at a time; with fewer than the device runs, no block is deep. Counters of arrivals are
+// zeros, and are so again when the kernel has ended; prefixes have none.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
 DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0,
                               int most = INT_MAX) {
@@ -94,7 +100,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeC
   const int32_t device = call.q.get_device_index();
   const int fit = resident(device, false), all = std::min(fit, most), fewer = all < fit ? 0 : resident(device, true);
   if (all == 0) return {};
-  const int64_t columns = attention.num_kv_heads * divide_up(rows, Layout::kRows), longest = call.max_seq_len;
+  const int64_t columns = columns_of<Layout>(attention, rows), longest = call.max_seq_len;
   // Whether blocks with a stage more still make a slot for each sequence. Few sequences are cut into tiles instead.
   const bool deep = kFewSlots * attention.num_seqs > all / columns && attention.num_seqs <= fewer / columns;
   const int blocks = deep ? fewer : all;
@@ -170,15 +176,16 @@ bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call) 
   });
 }
 
-// Blocks at a time that prefixes have and those that what follows them has.
+// How many blocks each of the two launches may run at a time.
 struct BlocksOfBoth {
   int prefixes, rest;
 };
 
-// `all`: that the device runs at a time. Prefixes have one a multiprocessor, and the rest the others, from the start, where
-// the rest then has one or two whole sequences for each of its blocks, and for nearly all: cutting them would cost more.
-// Otherwise prefixes leave one a multiprocessor to the rest, which has all once they are done. (Before Hopper launches
-// follow each other.)
+// Divides the `all` blocks that the device runs at a time. If the launch of the rest can give one or two whole sequences to
+// each of its blocks with one block a multiprocessor left out, prefixes get that block and both launches run from the start.
+// A ninth of the rest's blocks may be idle then; with more idle, sequences would be cut, which takes longer. Otherwise
+// prefixes leave one block a multiprocessor free, where the rest starts; it gets all blocks when prefixes have ended.
+// Before Hopper the rest starts when prefixes have ended, so both get all.
 inline BlocksOfBoth blocks_of_both(int all, int32_t device, int64_t num_seqs, int64_t columns) {
   const int each = device_attribute(cudaDevAttrMultiProcessorCount, device);
   if (compute_major(device) < 9 || all <= each) return {all, all};
@@ -194,12 +201,11 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& c
   of_prefixes.sinks = nullptr;  // they count once
   const int64_t sharers = kMostSharers * (params.num_heads / params.num_kv_heads), seqs = params.num_seqs;
   const int64_t rows = most_rows(params, call.max_query_len);
-  const int64_t columns = params.num_kv_heads * divide_up(rows, DecodeLayout<C, D, 1>::kRows);
   const int32_t device = call.q.get_device_index();
   const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device);
-  const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns);
+  const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns_of<DecodeLayout<C, D, 1>>(params, rows));
   auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, rows, 0, most.rest);
-  // Blocks with a stage more find no room beside those of prefixes.
+  // Deep blocks of the rest fit beside those of prefixes only if the cache has codes, so no block is left free for them.
   auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads,
                                                                  rest.params.deep ? all : most.prefixes);
   if (first.columns == 0 || rest.columns == 0) return false;

@@ -103,7 +103,7 @@ void check_pairs(const char* op, const Tensor& x, const Tensor& weights, const T
 namespace {
 
 struct GroupedProduct {
-  const Tensor& x;       // [rows, k]: of a gated product the tokens', of others in the order of the experts
+  const Tensor& x;       // [tokens, k] of a gated product, otherwise [pairs, k] in the order of the experts
   const Tensor& weight;  // [experts, n, k]
   const std::optional<Tensor>& bias;
   const Order& order;
@@ -125,9 +125,9 @@ int resident(int device, int shared) {
 
 template <typename T, typename Shape, bool Gated>
 void launch(const GroupedProduct& p, GroupedParams params, cudaStream_t stream) {
-  constexpr bool kLooksUp = kFromTokens<Shape, Gated, AsNumbers<T>>, kSpreads = Gated && !kLooksUp;
+  constexpr bool kLooksUp = GroupedBlock<T, Shape, Gated, AsNumbers<T>>::kLooksUp, kSpreads = Gated && !kLooksUp;
   const Tensor x = kSpreads ? spread(p.x, p.order, p.sizes, stream) : p.x;
-  params.early = !Gated || (kSpreads && p.order.places);  // otherwise the kernel ahead is who sorts or chooses
+  params.early = !Gated || (kSpreads && p.order.places);  // otherwise the kernel ahead writes the segments
   const int device = x.get_device_index();
   const int64_t eights = p.columns / 8, box = Shape::kWidth / 8 / p.halves;
   const int stride = static_cast<int>(x.stride(0) / kVec<T>), width = static_cast<int>(p.k / kVec<T>);
@@ -157,7 +157,7 @@ void launch(const GroupedProduct& p, const GroupedParams& params, cudaStream_t s
     case 16: return launch<T, GroupedShape<64, 16, 1>, Gated>(p, params, stream);
     case 32: return launch<T, GroupedShape<128, 32, 1>, Gated>(p, params, stream);
     case 64: return launch<T, GroupedShape<128, 64, 1>, Gated>(p, params, stream);
-    // Blocks by themselves where rows come from their tokens (kFromTokens).
+    // Without a cluster a gated product looks rows up (GroupedBlock::kLooksUp).
     case 128: return launch<T, GroupedShape<128, 128, 2, Gated ? 1 : 2>, Gated>(p, params, stream);
     default: return launch<T, GroupedShape<128, 256, 2>, Gated>(p, params, stream);
   }

@@ -7,9 +7,10 @@
 // product, W's rows come to shared memory as 8 of gate, the same 8 of up, and so on, one box of the copy engine: a thread
 // then has the gate of a column and its up side by side.
 //
-// A gated product of numbers takes x as the tokens have it, and its fetchers look up whose each row is. But where an expert
-// has many rows, two blocks of a cluster take neighbouring columns of a segment, and each fetches half of x for both (not of
-// x that is rounded: from the L2 cache comes half as much). That takes rows that lie together.
+// A gated product of numbers reads x in the order of the tokens: its fetchers look up the token of each row. Where an expert
+// has many rows, two blocks of a cluster take neighbouring columns of a segment instead, and each fetches half of x for both
+// by the copy engine, which needs x in the order of the experts (not of x that is rounded: from the L2 cache comes half as
+// much).
 //
 // W may be codes in patches (tile/patches.cuh) instead of numbers of T. These come to shared memory as they are, a copy for
 // the patches beside each other of a stage, and become wgmma's A operand in registers. x may be rounded to such codes.
@@ -33,16 +34,16 @@
 
 namespace raylm::cuda {
 
-// x as the tokens have it: [tokens, k].
+// x in the order of the tokens, and the token of each row.
 struct TokenRows {
-  const char* x;
-  const int* tokens;  // [rows], in the order of the experts; null: a segment's lie together, from its source on
-  int stride, width;  // of x, in units of 16 bytes
+  const char* x;      // [tokens, k]
+  const int* tokens;  // [rows], in the order of the experts; null: a segment's rows are those of x from its source on
+  int stride, width;  // of x's rows, in units of 16 bytes
 };
 
 struct GroupedParams {
   CUtensorMap x;       // [rows, k], boxes of 128 bytes of GroupedShape::kBoxRows, or of box_rows
-  TokenRows token_rows;  // where kFromTokens, in the place of the map
+  TokenRows token_rows;  // instead of the map of x where GroupedBlock::kLooksUp
   CUtensorMap weight;  // [experts, eights, halves, 8, k], boxes of Width rows, where it has numbers
   PatchedWeight patched;  // where it has codes
   const float* x_scales;  // of rows that are rounded
@@ -71,13 +72,12 @@ struct GroupedShape {
   static constexpr int kWeightBytes = kWidth * kRowBytes, kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kXBytes;
   static constexpr int kBlocks = kCluster == 1 && kRows < 128 ? 2 : 1;  // of a multiprocessor
-  // Groups with many rows need more registers than there are for all alike: one more, which fetches, gives its
-  // own.
+  // Groups with many rows need more registers than there are for all alike: one more, which fetches, gives its own.
   static constexpr bool kMovesRegisters = kBlocks == 1;
   static constexpr int kFetchers = kMovesRegisters ? 128 : kWarp, kThreads = 128 * kGroups + kFetchers;
   static constexpr int kFetchRegisters = 40, kComputeRegisters = kGroups < 3 ? 232 : 152;
   static constexpr int kLeast = kRows < 32 ? 8 : kRows / 4;  // rows that are multiplied
-  // The next number of rows that are.
+  // The next larger number of rows that products exist for.
   __host__ __device__ static constexpr int wider(int rows) {
     return rows < 64 ? 2 * rows : rows < 128 ? rows + 32 : rows + 16;
   }
@@ -108,10 +108,6 @@ struct PatchedShape : GroupedShape<Width, Rows, Groups, Cluster> {
   }
 };
 
-// Whether rows of x are fetched from their tokens.
-template <typename Shape, bool Gated, typename Form>
-constexpr bool kFromTokens = Gated && !Form::kCodes && Shape::kCluster == 1;
-
 struct GroupedBarriers {
   uint64_t full[kMostGroupedStages], empty[kMostGroupedStages];
 };
@@ -121,7 +117,7 @@ struct GroupedBlock {
   static constexpr int kHalves = Gated ? 2 : 1;
   static constexpr int kColumns = Shape::kWidth / kHalves;  // of the result, in a tile
   static constexpr int kMatrices = 2 / kHalves;  // 8 x 8 matrices of results that 16 rows of W make with 8 of x
-  static constexpr bool kLooksUp = kFromTokens<Shape, Gated, Form>;
+  static constexpr bool kLooksUp = Gated && !Form::kCodes && Shape::kCluster == 1;  // x is params.token_rows
   const GroupedParams& params;
   const uint32_t memory, full, empty;
   const int rank = Shape::kCluster > 1 ? cluster_rank() : 0;
@@ -208,7 +204,7 @@ struct GroupedBlock {
     }
   }
 
-  // All fetchers, each with a piece of 16 bytes of some rows, which it lays down as the copy engine would.
+  // All fetchers: each copies the same 16 of 128 bytes of some rows, and swizzles them as the copy engine does.
   __device__ void fetch_from_tokens() const {
     constexpr int kPieces = Shape::kRows * 8 / Shape::kFetchers, kApart = Shape::kFetchers / 8;
     const TokenRows& from = params.token_rows;
@@ -329,7 +325,7 @@ struct GroupedBlock {
     int last = ring.stage;
     for (int step = 0; step < params.steps; ++step) {
       barrier_wait(full + 8 * ring.stage, ring.parity);
-      if constexpr (kLooksUp) fence_shared_writes();
+      if constexpr (kLooksUp) fence_shared_writes();  // cp.async's writes become visible to wgmma
       multiply<N>(sums, ring.stage, group);
       wgmma_wait<1>();  // for the step before
       if (step > 0) release(last);
@@ -503,7 +499,7 @@ struct GroupedBlock {
       uint4 bytes;
       if (first > 0) bytes = load_shared(taken + (first / kRows - 1) % 2 * Shape::kPartBytes);
       if (first < N) {
-        uint32_t matrices[4] = {};
+        uint32_t matrices[4] = {};  // the last part may be half full
 #pragma unroll
         for (int m = 0; m < 4; m += kMatrices) {
           const int eight = first + 8 * (m / kMatrices);
