@@ -261,9 +261,11 @@ def test_window_and_soft_cap_of_few_queries(op, device, lengths, window, soft_ca
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_prefill_beside_decode(op, device, dtype):
-    lengths = [(1, 500), (17, 17), (16, 16), (100, 300), (1, 1), (0, 9), (4, 1200), (64, 64), (2, 90)]
-    case = make_case(lengths, dtype=dtype, device=device)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (40, 2), (71, 1)], ids=str)
+def test_prefill_beside_decode(op, device, heads, dtype):
+    """Decode's kernel takes fewer queries of a sequence the more heads share a KV head; prefill's takes the others."""
+    lengths = [(1, 500), (17, 17), (16, 16), (100, 300), (1, 1), (0, 9), (4, 1200), (64, 64), (2, 90), (8, 70), (9, 9)]
+    case = make_case(lengths, num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, device=device)
     close(op("paged_attention")(*case.arguments()), case.expected())
 
 
@@ -346,6 +348,26 @@ def test_counters_of_cut_sequences_are_left_at_zero(needs_cuda_extension, num_he
     assert not arrivals.any()
     # Too few of them are not used.
     assert torch.equal(ops.paged_attention(*case.arguments(), arrivals[:1]), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_counters_of_steps_with_prefill_are_left_at_zero(needs_cuda_extension, head_dim):
+    """Prefill's tiles go to whichever block asks next; the counters serve call after call, whatever the sequences."""
+    steps = [[(1, 5000), (400, 900), (5, 70)], [(40, 40)], [(1, 30), (17, 2600), (700, 700), (0, 9)]]
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
+    cases = [make_case(lengths, **shape) for lengths in steps]
+    arrivals = torch.zeros(ops.MAX_ARRIVALS, dtype=torch.int32, device="cuda")
+    expected = [ops.paged_attention(*case.arguments()) for case in cases]
+    for case, result in zip(cases, expected, strict=True):
+        close(result, case.expected())
+    for _ in range(20):
+        for case, result in zip(cases, expected, strict=True):
+            assert torch.equal(ops.paged_attention(*case.arguments(), arrivals), result)
+    assert not arrivals.any()
+    # Prefill's two are enough for it; with one, both kernels make their own.
+    for few in (2, 1):
+        assert torch.equal(ops.paged_attention(*cases[0].arguments(), arrivals[:few]), expected[0])
 
 
 @pytest.mark.gpu

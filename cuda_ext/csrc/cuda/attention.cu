@@ -25,23 +25,24 @@ void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* a
   }
 }
 
-// Whether the decode kernel has taken the sequences with few queries.
+// Launches the kernels that the step needs, those for tensor cores where the shapes fit.
 template <typename T, typename C>
-bool decode(const AttentionParams<T>& params, const DecodeCall& call) {
-  if constexpr (sizeof(T) == 2) return decode_with_prefixes<T, C>(params, call) || decode_attention<T, C>(params, call);
-  return false;
-}
-
-// Tensor cores, where the shape fits. The step's other sequences are done with it.
-template <typename T, typename C>
-bool prefill(const AttentionParams<T>& params, const Tensor& q, const Tensor& k_cache, const float* alibi_slopes,
-             cudaStream_t stream) {
+void launch_all(AttentionParams<T> params, const AttentionCall& call, int64_t num_blocks, bool invariant) {
+  const cudaStream_t stream = current_stream(call.q);
   if constexpr (sizeof(T) == 2) {
-    const PrefillSizes sizes{q.size(0), k_cache.size(0), params.min_query_len};
-    return (!alibi_slopes && prefill_attention_hopper<T, C>(params, sizes, q, stream)) ||
-           prefill_attention<T, C>(params, sizes, alibi_slopes, stream);
+    if (!invariant && (decode_with_prefixes<T, C>(params, call) || decode_attention<T, C>(params, call))) {
+      params.min_query_len = most_decode_queries(call.max_query_len, params.num_heads / params.num_kv_heads) + 1;
+    }
+    if (call.max_query_len < params.min_query_len) return;
+    // Fewer queries do not fill the rows of a tile.
+    const bool many = invariant || call.max_query_len > kMaxDecodeQueries;
+    const PrefillSizes sizes{call.q.size(0), num_blocks, params.min_query_len};
+    if (many && (prefill_attention_hopper<T, C>(params, sizes, call) ||
+                 prefill_attention<T, C>(params, sizes, call.alibi_slopes, stream))) {
+      return;
+    }
   }
-  return false;
+  launch<T, C>(params, call.q.size(0), call.alibi_slopes, stream);
 }
 
 // With `invariant` no sequence is decode: all go through the kernel for many queries, which walks a query's keys in tiles
@@ -84,15 +85,8 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
         sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
-      const DecodeCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes, frozen};
-      const bool decoded = !invariant && decode<T, C>(params, call);
-      if (decoded) params.min_query_len = kMaxDecodeQueries + 1;
-      if (max_query_len < params.min_query_len) return;
-      const cudaStream_t stream = current_stream(q);
-      // Fewer queries do not fill the rows of a tile.
-      const bool many = invariant || max_query_len > kMaxDecodeQueries;
-      if (many && prefill<T, C>(params, q, k_cache, slopes, stream)) return;
-      launch<T, C>(params, q.size(0), slopes, stream);
+      const AttentionCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes, frozen};
+      launch_all<T, C>(params, call, k_cache.size(0), invariant);
     });
   });
   check_launch(op);

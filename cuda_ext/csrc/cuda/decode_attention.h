@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "launch.h"
@@ -9,10 +10,27 @@ namespace raylm::cuda {
 
 constexpr int64_t kMaxDecodeQueries = 16;
 
+// Whether decode's narrow kernel serves, which multiplies 8 rows (pairs of a query and a head of the group) where the other
+// one multiplies 16: it is faster where sequences have no more, and has half of the other's room for rows. In a step with
+// prefill most of decode's sequences have one query, and others may be prefill's.
+inline bool narrow_decode(int64_t max_query_len, int64_t group) {
+  return (max_query_len > kMaxDecodeQueries ? 1 : max_query_len) * group <= 8;
+}
+
+// Sequences with more queries are prefill's: in a step with prefill, those whose rows a block of the kernel has no room for.
+inline int64_t most_decode_queries(int64_t max_query_len, int64_t group) {
+  if (max_query_len <= kMaxDecodeQueries) return max_query_len;
+  const int64_t room = narrow_decode(max_query_len, group) ? 32 : 64;
+  return std::clamp<int64_t>(room / group, 1, kMaxDecodeQueries);
+}
+
+// Of the counters of arrivals, how many of the last are prefill's.
+constexpr int64_t kTileCounters = 2;
+
 // What attention takes beside its parameters. max_query_len and max_seq_len bound the lengths; alibi_slopes [num_heads]
 // may be null; `arrivals`, `prefixes` and `frozen` are as paged_attention takes them, `prefixes` for decode_with_prefixes
 // alone.
-struct DecodeCall {
+struct AttentionCall {
   const Tensor& q;
   int64_t max_query_len, max_seq_len;
   const float* alibi_slopes;
@@ -20,14 +38,14 @@ struct DecodeCall {
   bool frozen;
 };
 
-// Attention of the sequences with at most kMaxDecodeQueries queries, and zeros for rows past the last sequence, over a
+// Attention of the sequences with at most most_decode_queries queries, and zeros for rows past the last sequence, over a
 // cache of C: T, or Code. Where this kernel cannot take the arguments it does nothing and returns false.
 template <typename T, typename C>
-bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call);
+bool decode_attention(const AttentionParams<T>& params, const AttentionCall& call);
 
 // The same with `prefixes`, for which there are kernels of few shapes.
 template <typename T, typename C>
-bool decode_with_prefixes(const AttentionParams<T>& params, const DecodeCall& call);
+bool decode_with_prefixes(const AttentionParams<T>& params, const AttentionCall& call);
 
 // Whether decode_attention takes 16-bit queries of such a shape on the device; `group` query heads share a KV head.
 template <typename T, typename C>

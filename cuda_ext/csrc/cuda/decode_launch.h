@@ -33,10 +33,16 @@ bool can_take(const AttentionParams<T>& p) {
          aligned(p.q, 4 * pairs) && p.q_token_stride % (2 * pairs) == 0 && p.q_head_stride % (2 * pairs) == 0;
 }
 
+// Query heads of a KV head.
+template <typename T>
+int64_t group_of(const AttentionParams<T>& p) {
+  return p.num_heads / p.num_kv_heads;
+}
+
 // Of a sequence, at most.
 template <typename T>
 int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
-  return std::min(max_query_len, kMaxDecodeQueries) * (p.num_heads / p.num_kv_heads);
+  return most_decode_queries(max_query_len, group_of(p)) * group_of(p);
 }
 
 // How many blocks the device runs at a time, with a stage more where `deep`; 0 where it has too little shared memory for
@@ -68,7 +74,7 @@ DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t u
   p.batch.query_start = attention.query_start;
   p.batch.seq_lens = attention.seq_lens;
   p.batch.num_seqs = static_cast<int>(attention.num_seqs);
-  p.batch.group = static_cast<int>(attention.num_heads / attention.num_kv_heads);
+  p.batch.group = static_cast<int>(group_of(attention));
   p.batch.window = static_cast<int>(std::min<int64_t>(attention.window, INT32_MAX / 2));
   p.batch.slots = static_cast<int>(std::clamp<int64_t>(shares, 1, most));
   p.batch.min_share = static_cast<int>(share);
@@ -93,8 +99,8 @@ int64_t columns_of(const AttentionParams<T>& attention, int64_t rows) {
 // rows. It runs at most `most` blocks at a time; with fewer than the device runs, no block is deep. Counters of arrivals are
 // zeros, and are so again when the kernel has ended; prefixes have none.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeCall& call, int64_t rows, int64_t more = 0,
-                              int most = INT_MAX) {
+DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const AttentionCall& call, int64_t rows,
+                              int64_t more = 0, int most = INT_MAX) {
   using Layout = DecodeLayout<C, D, N>;
   constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part>;
   const int32_t device = call.q.get_device_index();
@@ -108,6 +114,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeC
   const int64_t units = std::min(divide_up(longest, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
   DecodeLaunch<T, Part> made{make_params<Part>(attention, units, columns, blocks), columns};
   DecodeParams<T, Part>& p = made.params;
+  p.batch.most_queries = static_cast<int>(most_decode_queries(call.max_query_len, group_of(attention)));
   p.num_tokens = call.q.size(0);
   p.alibi_slopes = call.alibi_slopes;
   p.deep = deep, p.early = call.frozen;
@@ -120,7 +127,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const DecodeC
     p.parts.logs = p.parts.sums + sums;
   }
   if (slots > 0 && Part != DecodePart::kPrefixes) {
-    const bool given = call.arrivals && call.arrivals->numel() >= slots;
+    const bool given = call.arrivals && call.arrivals->numel() >= slots + kTileCounters;
     made.arrivals = given ? *call.arrivals : torch::stable::new_zeros(call.q, {slots}, ScalarType::Int);
     p.parts.arrivals = data<unsigned>(made.arrivals);
   }
@@ -136,13 +143,12 @@ void run(const DecodeLaunch<T, Part>& made, const Tensor& q) {
   check_launch("paged_attention");
 }
 
-// Calls body.template operator()<D, N, Biased>() of the kernel for `rows` rows of a sequence: as many in a warp as there may
-// be, and registers can hold. Every kernel takes long to compile: for linear biases, which are rare, and for codes a few do
-// for all shapes, and for both together there is none.
+// Calls body.template operator()<D, N, Biased>() of the kernel for such heads. Every kernel takes long to compile: for linear
+// biases, which are rare, and for codes a few do for all shapes, and for both together there is none.
 template <typename C, typename Body>
-bool by_shape(int64_t head_dim, int64_t rows, bool biased, const Body& body) {
+bool by_shape(int64_t head_dim, bool narrow, bool biased, const Body& body) {
   const auto plain = [&]<int D> {
-    return rows <= 8 ? body.template operator()<D, 1, false>() : body.template operator()<D, 2, false>();
+    return narrow ? body.template operator()<D, 1, false>() : body.template operator()<D, 2, false>();
   };
   if constexpr (std::is_same_v<C, Code>) {
     if (biased) return false;
@@ -166,10 +172,11 @@ bool by_shape(int64_t head_dim, int64_t rows, bool biased, const Body& body) {
 }  // namespace
 
 template <typename T, typename C>
-bool decode_attention(const AttentionParams<T>& params, const DecodeCall& call) {
+bool decode_attention(const AttentionParams<T>& params, const AttentionCall& call) {
   if (!can_take<T, C>(params)) return false;
   const int64_t rows = most_rows(params, call.max_query_len);
-  return by_shape<C>(params.head_dim, rows, call.alibi_slopes != nullptr, [&]<int D, int N, bool B> {
+  const bool narrow = narrow_decode(call.max_query_len, group_of(params));
+  return by_shape<C>(params.head_dim, narrow, call.alibi_slopes != nullptr, [&]<int D, int N, bool B> {
     const auto made = prepare<T, C, D, N, B, DecodePart::kAll>(params, call, rows);
     if (made.columns > 0) run<T, C, D, N, B, DecodePart::kAll>(made, call.q);
     return made.columns > 0;
@@ -196,10 +203,10 @@ inline BlocksOfBoth blocks_of_both(int all, int32_t device, int64_t num_seqs, in
 
 // Prefixes have many rows, what follows them few.
 template <typename T, typename C, int D>
-bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& call) {
+bool decode_after_prefixes(const AttentionParams<T>& params, const AttentionCall& call) {
   AttentionParams<T> of_prefixes = params;
   of_prefixes.sinks = nullptr;  // they count once
-  const int64_t sharers = kMostSharers * (params.num_heads / params.num_kv_heads), seqs = params.num_seqs;
+  const int64_t sharers = kMostSharers * group_of(params), seqs = params.num_seqs;
   const int64_t rows = most_rows(params, call.max_query_len);
   const int32_t device = call.q.get_device_index();
   const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device);
@@ -222,7 +229,7 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const DecodeCall& c
 }
 
 template <typename T, typename C>
-bool decode_with_prefixes(const AttentionParams<T>& params, const DecodeCall& call) {
+bool decode_with_prefixes(const AttentionParams<T>& params, const AttentionCall& call) {
   if (!call.prefixes || call.alibi_slopes || params.window > 0 || params.num_seqs == 0 || !can_take<T, C>(params)) return false;
   if constexpr (std::is_same_v<C, T>) {
     if (params.head_dim <= 64) return decode_after_prefixes<T, C, 64>(params, call);
@@ -233,7 +240,7 @@ bool decode_with_prefixes(const AttentionParams<T>& params, const DecodeCall& ca
 template <typename T, typename C>
 bool has_decode_attention(int64_t head_dim, int64_t group, int64_t block_size, bool biased, int device) {
   if (head_dim % kCacheVector<C> != 0 || block_size % 16 != 0) return false;
-  return by_shape<C>(head_dim, group, biased, [&]<int D, int N, bool B> {
+  return by_shape<C>(head_dim, narrow_decode(1, group), biased, [&]<int D, int N, bool B> {
     return resident_blocks<T, C, D, N, B, DecodePart::kAll>(device) > 0;
   });
 }

@@ -3,6 +3,7 @@
 // the last sequence are zero. The arguments have been checked.
 #pragma once
 
+#include "decode_attention.h"
 #include "launch.h"
 #include "raylm/cuda/attention.cuh"
 #include "raylm/cuda/tile/numbers.cuh"
@@ -40,9 +41,8 @@ template <typename T, typename C>
 bool prefill_attention(const AttentionParams<T>& params, const PrefillSizes& sizes, const float* alibi_slopes,
                        cudaStream_t stream);
 
-// The same on Hopper, without linear biases; `like` is any tensor on its device, for the allocator.
+// The same on Hopper, without linear biases.
 template <typename T, typename C>
-bool prefill_attention_hopper(const AttentionParams<T>& params, const PrefillSizes& sizes, const Tensor& like,
-                              cudaStream_t stream);
+bool prefill_attention_hopper(const AttentionParams<T>& params, const PrefillSizes& sizes, const AttentionCall& call);
 
 }  // namespace raylm::cuda

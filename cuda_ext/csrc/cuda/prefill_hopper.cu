@@ -41,40 +41,47 @@ bool make_params(HopperParams<T>& params, const AttentionParams<T>& a, const Pre
                               a.v_block_stride);
 }
 
+// The counters that blocks take tiles by, zeros: those of the call, which blocks leave as they found them, or some made here.
+Tensor tile_counters(const AttentionCall& call) {
+  if (call.arrivals && call.arrivals->numel() >= kTileCounters) return *call.arrivals;
+  Tensor made = torch::stable::new_empty(call.q, {kTileCounters}, ScalarType::Int);
+  cudaMemsetAsync(made.data_ptr(), 0, kTileCounters * sizeof(int32_t), current_stream(call.q));
+  return made;
+}
+
 template <typename C, int D, typename T>
-bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like, cudaStream_t stream) {
+bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const AttentionCall& call) {
   using Shape = HopperShape<C, D>;
   HopperParams<T> params;
   if (!make_params<C, D>(params, a, sizes)) return false;
-  const Tensor counter = torch::stable::new_empty(like, {1}, ScalarType::Int);
-  params.next_tile = data<int>(counter);
-  cudaMemsetAsync(params.next_tile, 0, sizeof(int), stream);
+  const Tensor counters = tile_counters(call);
+  params.next_tile = data<int>(counters) + counters.numel() - kTileCounters;
   constexpr auto* kernel = prefill_hopper_kernel<T, C, D>;
-  allow_shared<kernel>("paged_attention", like.get_device_index(), Shape::kSharedBytes);
+  const int32_t device = call.q.get_device_index();
+  allow_shared<kernel>("paged_attention", device, Shape::kSharedBytes);
   const int64_t tiles = a.num_heads * most_tiles(sizes.num_tokens, a.num_seqs, sizes.min_query_len, Shape::kRows);
-  const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount, like.get_device_index()));
-  kernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(params);
+  const int64_t blocks = std::clamp<int64_t>(tiles, 1, device_attribute(cudaDevAttrMultiProcessorCount, device));
+  launch_dependent(kernel, {dim3(blocks), dim3(Shape::kThreads), current_stream(call.q), Shape::kSharedBytes}, params);
   return true;
 }
 
 }  // namespace
 
 template <typename T, typename C>
-bool prefill_attention_hopper(const AttentionParams<T>& a, const PrefillSizes& sizes, const Tensor& like,
-                              cudaStream_t stream) {
-  if (a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
-  if (!kHopperKernels || compute_major(like.get_device_index()) != 9) return false;
-  return by_head_dim<C>(a.head_dim, [&]<int D> { return launch<C, D>(a, sizes, like, stream); });
+bool prefill_attention_hopper(const AttentionParams<T>& a, const PrefillSizes& sizes, const AttentionCall& call) {
+  if (call.alibi_slopes || a.block_size % 16 != 0 || !(a.scale > 0) || sizes.num_blocks == 0) return false;
+  if (!kHopperKernels || compute_major(call.q.get_device_index()) != 9) return false;
+  return by_head_dim<C>(a.head_dim, [&]<int D> { return launch<C, D>(a, sizes, call); });
 }
 
 using Bf16 = __nv_bfloat16;
-template bool prefill_attention_hopper<Bf16, Bf16>(const AttentionParams<Bf16>&, const PrefillSizes&, const Tensor&,
-                                                   cudaStream_t);
-template bool prefill_attention_hopper<Bf16, Code>(const AttentionParams<Bf16>&, const PrefillSizes&, const Tensor&,
-                                                   cudaStream_t);
-template bool prefill_attention_hopper<__half, __half>(const AttentionParams<__half>&, const PrefillSizes&, const Tensor&,
-                                                       cudaStream_t);
-template bool prefill_attention_hopper<__half, Code>(const AttentionParams<__half>&, const PrefillSizes&, const Tensor&,
-                                                     cudaStream_t);
+template bool prefill_attention_hopper<Bf16, Bf16>(const AttentionParams<Bf16>&, const PrefillSizes&,
+                                                   const AttentionCall&);
+template bool prefill_attention_hopper<Bf16, Code>(const AttentionParams<Bf16>&, const PrefillSizes&,
+                                                   const AttentionCall&);
+template bool prefill_attention_hopper<__half, __half>(const AttentionParams<__half>&, const PrefillSizes&,
+                                                       const AttentionCall&);
+template bool prefill_attention_hopper<__half, Code>(const AttentionParams<__half>&, const PrefillSizes&,
+                                                     const AttentionCall&);
 
 }  // namespace raylm::cuda

@@ -14,7 +14,7 @@ namespace raylm::cuda {
 constexpr int kDecodeKeys = 16;     // in a unit
 constexpr int kDecodeTile = 4;      // units that a block takes in one go
 constexpr int kDecodeThreads = 128;
-constexpr int kDecodeQueries = 16;  // sequences with more are not decode
+constexpr int kDecodeQueries = 16;  // sequences with more are never decode
 constexpr int kDecodeTurn = 4;      // units that pass while a block turns to another sequence: the gap
 constexpr int kDecodeWhole = 16;
 constexpr int kDecodeJoin = 24;     // units that a slot may have beyond an even share before sequences are cut
@@ -36,6 +36,7 @@ struct DecodeBatch {
   const int32_t* query_start;
   const int32_t* seq_lens;
   int num_seqs, group, window;
+  int most_queries;  // of decode: sequences with more are another kernel's
   int slots, min_share;
   bool few;  // there are several slots for each sequence
 
@@ -72,7 +73,7 @@ __device__ inline DecodeSequence decode_sequence(const DecodeLine<Part>& batch, 
   }
   const int query = batch.query_start[seq], length = batch.seq_lens[seq];
   const int queries = batch.query_start[seq + 1] - query, low = length - queries - batch.window + 1;
-  const bool mine = queries <= kDecodeQueries && queries * batch.group > first_row;
+  const bool mine = queries <= batch.most_queries && queries * batch.group > first_row;
   if constexpr (Part == DecodePart::kRest) return {query, mine ? queries : 0, batch.prefixes.lengths[seq], length};
   return {query, mine ? queries : 0, batch.window > 0 && low > 0 ? low : 0, length};
 }

@@ -8,6 +8,7 @@
 
 #include "raylm/cuda/prefill_hopper_codes.cuh"
 #include "raylm/cuda/prefill_hopper_fetch.cuh"
+#include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/warps.cuh"
 #include "raylm/cuda/ptx/wgmma.cuh"
 
@@ -173,6 +174,8 @@ __global__ void __launch_bounds__(HopperShape<C, D>::kThreads, 1)
   using Shape = HopperShape<C, D>;
   const HopperLayout<C, D> at(memory);
   if (threadIdx.x == 0) at.shared->init();
+  wait_for_dependencies();
+  start_dependents();
   __syncthreads();
   const int warp = threadIdx.x / kWarp;
   if (warp < 4) {

@@ -65,7 +65,7 @@ struct HopperParams {
   // [blocks, slots / 8, heads * halves or heads, 8, 64 or head size]; codes: [blocks, slots / 8, heads, 8, head size]
   CUtensorMap k, v;
   PrefillParams<T> p;
-  int* next_tile;  // 0 at the start
+  int* next_tile;  // 0 at the start; behind it the number of blocks that have ended, 0 too
   int box_slots;   // slots in a box of k and v: divides the block size and kKeys, of codes kPartRows
 };
 
@@ -151,7 +151,12 @@ struct TileChooser {
   __device__ Tile take() {
     const Tile tile = search.find(__shfl_sync(kAllLanes, number, 0));
     queue.publish(tile);
-    if (tile.seq >= 0 && threadIdx.x % kWarp == 0) number = gridDim.x + atomicAdd(params.next_tile, 1);
+    if (threadIdx.x % kWarp != 0) return tile;
+    if (tile.seq >= 0) {
+      number = gridDim.x + atomicAdd(params.next_tile, 1);
+    } else if (atomicAdd(params.next_tile + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      params.next_tile[0] = params.next_tile[1] = 0;  // as they were found
+    }
     return tile;
   }
 };
