@@ -113,7 +113,7 @@ _mask_logits: Callable[..., None] = torch.ops.raylm.mask_logits.default
 _bias_logits: Callable[..., None] = torch.ops.raylm.bias_logits.default
 
 MAX_ARRIVALS = 4096
-"""Counters that paged_attention has a use for: more blocks than any GPU runs at a time."""
+"""Counters that paged_attention has a use for: two of prefill, and for decode more than any GPU runs blocks."""
 MAX_KERNEL_EXPERTS = 512
 """Most experts that the compiled kernel of route chooses among."""
 MAX_KERNEL_TOP = 64
@@ -231,9 +231,9 @@ def paged_attention(
     to the score of a query at position i and a key at position j, after the scale and, as in FlashAttention, after the
     soft cap.
 
-    `arrivals` (int32 [MAX_ARRIVALS], on q's device) are counters of the CUDA kernel that has the parts of a sequence in
-    several blocks: zeros before and after a call. Calls that may run at the same time need counters of their own.
-    Without them the call makes some, which takes a launch.
+    `arrivals` (int32 [MAX_ARRIVALS], on q's device) are counters of the CUDA kernels, of decode for the parts of a
+    sequence in several blocks, of prefill for its tiles: zeros before and after a call. Calls that may run at the same
+    time need counters of their own. Without them the call makes some, which takes a launch.
 
     `sinks` (float32 [Hq], on q's device) are attention sinks (arXiv:2309.17453): a logit of each head's softmax that
     has no value, neither scaled nor capped. It takes its share of the weights, in every window.

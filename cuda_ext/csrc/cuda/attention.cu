@@ -31,7 +31,7 @@ void launch_all(AttentionParams<T> params, const AttentionCall& call, int64_t nu
   const cudaStream_t stream = current_stream(call.q);
   if constexpr (sizeof(T) == 2) {
     if (!invariant && (decode_with_prefixes<T, C>(params, call) || decode_attention<T, C>(params, call))) {
-      params.min_query_len = most_decode_queries(call.max_query_len, params.num_heads / params.num_kv_heads) + 1;
+      params.min_query_len = most_decode_queries(call.max_query_len, params.group()) + 1;
     }
     if (call.max_query_len < params.min_query_len) return;
     // Fewer queries do not fill the rows of a tile.

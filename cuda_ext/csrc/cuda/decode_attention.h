@@ -10,21 +10,23 @@ namespace raylm::cuda {
 
 constexpr int64_t kMaxDecodeQueries = 16;
 
-// Whether decode's narrow kernel serves, which multiplies 8 rows (pairs of a query and a head of the group) where the other
-// one multiplies 16: it is faster where sequences have no more, and has half of the other's room for rows. In a step with
-// prefill most of decode's sequences have one query, and others may be prefill's.
+// How many rows of a sequence, pairs of a query and a head of the group, a block of decode's two kernels has room for.
+constexpr int64_t kNarrowRows = 32, kWideRows = 64;
+
+// Whether the narrow kernel serves, which multiplies 8 rows where the wide one multiplies 16, and is faster where sequences
+// have no more. In a step with prefill most of decode's sequences have one query, and prefill can take those with more.
 inline bool narrow_decode(int64_t max_query_len, int64_t group) {
   return (max_query_len > kMaxDecodeQueries ? 1 : max_query_len) * group <= 8;
 }
 
-// Sequences with more queries are prefill's: in a step with prefill, those whose rows a block of the kernel has no room for.
+// Sequences with more queries are not decode's. In a step with prefill they are those whose rows a block has no room for.
 inline int64_t most_decode_queries(int64_t max_query_len, int64_t group) {
   if (max_query_len <= kMaxDecodeQueries) return max_query_len;
-  const int64_t room = narrow_decode(max_query_len, group) ? 32 : 64;
+  const int64_t room = narrow_decode(max_query_len, group) ? kNarrowRows : kWideRows;
   return std::clamp<int64_t>(room / group, 1, kMaxDecodeQueries);
 }
 
-// Of the counters of arrivals, how many of the last are prefill's.
+// The last of the call's `arrivals`, so many, are the counters of prefill's tiles.
 constexpr int64_t kTileCounters = 2;
 
 // What attention takes beside its parameters. max_query_len and max_seq_len bound the lengths; alibi_slopes [num_heads]

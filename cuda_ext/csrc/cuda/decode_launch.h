@@ -11,6 +11,7 @@ namespace raylm::cuda {
 namespace {
 
 static_assert(kMaxDecodeQueries == kDecodeQueries);
+static_assert(kNarrowRows == DecodeLayout<__half, 64, 1>::kRows && kWideRows == DecodeLayout<__half, 64, 2>::kRows);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
 constexpr int kFewSlots = 4;  // for each sequence: with as many slots or more, a batch has few sequences
@@ -33,16 +34,10 @@ bool can_take(const AttentionParams<T>& p) {
          aligned(p.q, 4 * pairs) && p.q_token_stride % (2 * pairs) == 0 && p.q_head_stride % (2 * pairs) == 0;
 }
 
-// Query heads of a KV head.
-template <typename T>
-int64_t group_of(const AttentionParams<T>& p) {
-  return p.num_heads / p.num_kv_heads;
-}
-
 // Of a sequence, at most.
 template <typename T>
 int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
-  return most_decode_queries(max_query_len, group_of(p)) * group_of(p);
+  return most_decode_queries(max_query_len, p.group()) * p.group();
 }
 
 // How many blocks the device runs at a time, with a stage more where `deep`; 0 where it has too little shared memory for
@@ -74,7 +69,7 @@ DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t u
   p.batch.query_start = attention.query_start;
   p.batch.seq_lens = attention.seq_lens;
   p.batch.num_seqs = static_cast<int>(attention.num_seqs);
-  p.batch.group = static_cast<int>(group_of(attention));
+  p.batch.group = static_cast<int>(attention.group());
   p.batch.window = static_cast<int>(std::min<int64_t>(attention.window, INT32_MAX / 2));
   p.batch.slots = static_cast<int>(std::clamp<int64_t>(shares, 1, most));
   p.batch.min_share = static_cast<int>(share);
@@ -114,7 +109,7 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const Attenti
   const int64_t units = std::min(divide_up(longest, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
   DecodeLaunch<T, Part> made{make_params<Part>(attention, units, columns, blocks), columns};
   DecodeParams<T, Part>& p = made.params;
-  p.batch.most_queries = static_cast<int>(most_decode_queries(call.max_query_len, group_of(attention)));
+  p.batch.most_queries = static_cast<int>(most_decode_queries(call.max_query_len, attention.group()));
   p.num_tokens = call.q.size(0);
   p.alibi_slopes = call.alibi_slopes;
   p.deep = deep, p.early = call.frozen;
@@ -175,7 +170,7 @@ template <typename T, typename C>
 bool decode_attention(const AttentionParams<T>& params, const AttentionCall& call) {
   if (!can_take<T, C>(params)) return false;
   const int64_t rows = most_rows(params, call.max_query_len);
-  const bool narrow = narrow_decode(call.max_query_len, group_of(params));
+  const bool narrow = narrow_decode(call.max_query_len, params.group());
   return by_shape<C>(params.head_dim, narrow, call.alibi_slopes != nullptr, [&]<int D, int N, bool B> {
     const auto made = prepare<T, C, D, N, B, DecodePart::kAll>(params, call, rows);
     if (made.columns > 0) run<T, C, D, N, B, DecodePart::kAll>(made, call.q);
@@ -206,7 +201,7 @@ template <typename T, typename C, int D>
 bool decode_after_prefixes(const AttentionParams<T>& params, const AttentionCall& call) {
   AttentionParams<T> of_prefixes = params;
   of_prefixes.sinks = nullptr;  // they count once
-  const int64_t sharers = kMostSharers * group_of(params), seqs = params.num_seqs;
+  const int64_t sharers = kMostSharers * params.group(), seqs = params.num_seqs;
   const int64_t rows = most_rows(params, call.max_query_len);
   const int32_t device = call.q.get_device_index();
   const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device);

@@ -41,7 +41,9 @@ bool make_params(HopperParams<T>& params, const AttentionParams<T>& a, const Pre
                               a.v_block_stride);
 }
 
-// The counters that blocks take tiles by, zeros: those of the call, which blocks leave as they found them, or some made here.
+static_assert(sizeof(TileCounters) == kTileCounters * sizeof(int32_t));
+
+// Counters that are zeros: the call's own, which the kernel leaves so, or some made here.
 Tensor tile_counters(const AttentionCall& call) {
   if (call.arrivals && call.arrivals->numel() >= kTileCounters) return *call.arrivals;
   Tensor made = torch::stable::new_empty(call.q, {kTileCounters}, ScalarType::Int);
@@ -55,7 +57,7 @@ bool launch(const AttentionParams<T>& a, const PrefillSizes& sizes, const Attent
   HopperParams<T> params;
   if (!make_params<C, D>(params, a, sizes)) return false;
   const Tensor counters = tile_counters(call);
-  params.next_tile = data<int>(counters) + counters.numel() - kTileCounters;
+  params.tiles = reinterpret_cast<TileCounters*>(data<int32_t>(counters) + counters.numel() - kTileCounters);
   constexpr auto* kernel = prefill_hopper_kernel<T, C, D>;
   const int32_t device = call.q.get_device_index();
   allow_shared<kernel>("paged_attention", device, Shape::kSharedBytes);

@@ -32,6 +32,9 @@ struct AttentionParams {
   int64_t min_query_len;  // sequences with fewer queries are left to another kernel
   const float* sinks;     // [num_heads], may be null
   float v_scale;          // 1 where C is T
+
+  // Query heads of a KV head.
+  __host__ __device__ int64_t group() const { return num_heads / num_kv_heads; }
 };
 
 // What the sink of a head, a logit without a value, adds to the softmax's denominator, which is relative to the score
@@ -71,7 +74,7 @@ __global__ void attention_kernel(const AttentionParams<T> p, const float* alibi_
   if (p.query_start[s + 1] - p.query_start[s] < p.min_query_len) return;
   const int64_t position = p.seq_lens[s] - p.query_start[s + 1] + token;
   const int64_t first = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
-  const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
+  const int64_t kv_head = head / p.group();
   const T* q_row = p.q + token * p.q_token_stride + head * p.q_head_stride;
   float q[PerLane], acc[PerLane] = {};
   for (int i = 0; i < PerLane; ++i) q[i] = lane + i * kWarp < p.head_dim ? to_float(q_row[lane + i * kWarp]) * p.scale : 0;

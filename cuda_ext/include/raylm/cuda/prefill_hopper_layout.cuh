@@ -59,13 +59,19 @@ struct HopperShape {
   static __device__ int first_step(const Tile& tile, int window) { return tile.first_key(window) / kKeys; }
 };
 
+// What a launch's blocks share to divide its tiles among them. Zeros at the start, and again when the last block has ended.
+struct TileCounters {
+  int taken;  // beside the first tile of each block
+  int ended;  // blocks that have none left
+};
+
 template <typename T>
 struct HopperParams {
   CUtensorMap q;  // [tokens, heads, head size]
   // [blocks, slots / 8, heads * halves or heads, 8, 64 or head size]; codes: [blocks, slots / 8, heads, 8, head size]
   CUtensorMap k, v;
   PrefillParams<T> p;
-  int* next_tile;  // 0 at the start; behind it the number of blocks that have ended, 0 too
+  TileCounters* tiles;
   int box_slots;   // slots in a box of k and v: divides the block size and kKeys, of codes kPartRows
 };
 
@@ -153,9 +159,9 @@ struct TileChooser {
     queue.publish(tile);
     if (threadIdx.x % kWarp != 0) return tile;
     if (tile.seq >= 0) {
-      number = gridDim.x + atomicAdd(params.next_tile, 1);
-    } else if (atomicAdd(params.next_tile + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-      params.next_tile[0] = params.next_tile[1] = 0;  // as they were found
+      number = gridDim.x + atomicAdd(&params.tiles->taken, 1);
+    } else if (atomicAdd(&params.tiles->ended, 1) == static_cast<int>(gridDim.x) - 1) {
+      *params.tiles = {};
     }
     return tile;
   }
