@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,7 +9,7 @@ import msgspec
 import pyarrow as pa
 from ray.data import ActorPoolStrategy, Dataset
 
-from raylm import log
+from raylm import garbage, log
 from raylm.batch.answer import Answerer
 from raylm.batch.files import Place
 from raylm.batch.pool import Pool, open_engine
@@ -66,7 +65,7 @@ class ShardStage:
         self._folder.note_life(max_lives)
         self._keep_order = keep_order
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
-        gc.freeze()
+        garbage.set_apart()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         shards = [msgspec.json.decode(data, type=Shard) for data in batch["shard"]]
@@ -86,7 +85,7 @@ class RowStage:
     def __init__(self, *, config: EngineConfig, max_tokens: int) -> None:
         log.configure(form=config.runtime.log_format)
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
-        gc.freeze()
+        garbage.set_apart()
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         if taken := [name for name in ANSWER_COLUMNS if name in table.column_names]:

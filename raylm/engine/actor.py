@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raylm import log
+from raylm import garbage, log
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import followed
 from raylm.core.block_hash import PrefixForm
@@ -82,8 +81,7 @@ class EngineActor:
         self._executor = ray_executor(followed(config), group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
         self._server = EngineServer(self._engine, host=host, publisher=_publisher(config, self._engine.info))
-        # What lives now lives as long as the actor: no collection in the middle of a step has to look through it.
-        gc.freeze()
+        garbage.set_apart()
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
         self._thread.start()

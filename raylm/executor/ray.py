@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raylm import garbage
 from raylm.config.resolve import ResolvedEngine
 from raylm.core.control import WorkerControl
 from raylm.core.step import ModelInfo, Sampled, StepPlan
@@ -121,8 +121,7 @@ class WorkerActor:
 
     def serve_steps(self, address: StepAddress, answers: bool) -> None:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
-        # What lives now lives as long as the worker: no collection in the middle of a step has to look through it.
-        gc.freeze()
+        garbage.set_apart()
         channel = PlanReceiver(address, answers=answers)
         try:
             serve(channel, self._worker.submit, self._worker.control)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from raylm import garbage
 from raylm.config.engine import EngineConfig
 from raylm.config.resolve import followed
 from raylm.core.options import RequestOptions
@@ -38,7 +38,7 @@ class AsyncLLM:
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False
-        gc.freeze()  # a collection that goes through a model's objects would stop a step for a tenth of a second
+        garbage.set_apart()
 
     @property
     def config(self) -> EngineConfig:
@@ -122,7 +122,7 @@ class AsyncLLM:
             self._is_closed = True
             self._client.close()
             self._inputs.close()
-            gc.unfreeze()
+            garbage.take_back()
 
     async def _run(
         self, wanted: Input, request_id: str | None, options: RequestOptions | None

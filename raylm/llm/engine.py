@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from raylm import garbage
 from raylm.config.engine import EngineConfig
 from raylm.core.options import RequestOptions
 from raylm.core.sampling import SamplingParams
@@ -53,9 +53,7 @@ class LLMEngine:
         self._feeder = Feeder(engine)
         self._live: dict[str, dict[str, GrowingOutput]] = {}
         """Request -> the engine's name of a sequence -> the sequence, of those that have not ended."""
-        # A model's objects live until it is closed: without them a collection takes microseconds, not a tenth of a
-        # second in the middle of a step.
-        gc.freeze()
+        garbage.set_apart()
 
     @property
     def info(self) -> ModelInfo:
@@ -143,7 +141,7 @@ class LLMEngine:
         """Give back the model's memory."""
         self.engine.shutdown()
         self.inputs.close()
-        gc.unfreeze()
+        garbage.take_back()
 
     def _take(self, delta: TokenDelta, now: float) -> GrowingOutput | None:
         request_id = _request_of(delta.request_id)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Coroutine, Generator
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from raylm import garbage
 from raylm.core.histogram import Histogram
 from raylm.log import get_logger
 from raylm.serving.request_id import request_id
@@ -42,9 +42,8 @@ class LoopWatch:
             await self._app(scope, receive, send)
 
     async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # What is there at the start stays: going through Ray's and Serve's objects takes the garbage collector 0.1 s,
-        # in which the loop stands still.
-        gc.freeze()
+        # To search Ray's and Serve's objects takes 0.1 s, in which the loop stands still.
+        garbage.set_apart()
         observer = asyncio.create_task(self._observe())
         try:
             await self._app(scope, receive, send)
