@@ -175,7 +175,7 @@ class SchedulerConfig(FrozenConfig):
     prefill_chunk: int | None = Field(default=None, ge=16)
     """Tokens of prompts in a step beside running requests. While more than four requests wait that a row is free for, a
     step gets a quarter of a chunk for each. By default 512 where clients follow their answers (servers, AsyncLLM),
-    elsewhere what the budget leaves. target_itl_ms overrides it."""
+    elsewhere what the budget leaves, or the whole step while all that wait find a row. target_itl_ms overrides it."""
     max_prompt_share: float = Field(default=1.0, gt=0, le=1)
     """Share of a step's tokens for prompts that one of them may take while others run or wait."""
 

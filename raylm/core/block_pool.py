@@ -62,14 +62,16 @@ class BlockPool:
 
     def give_back(self, blocks: list[int]) -> None:
         """One holder less for each. The last block goes first: a sequence's head is the likelier to be of use again."""
+        refs, free, stored, unfollowed = self._refs, self._free, self._stored, self.ages.mask
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._free[block] = None
-                if self._stored[block] is None:
-                    self._free.move_to_end(block, last=False)
-                elif not block & self.ages.mask:
-                    self.ages.released(block)
+            refs[block] = left = refs[block] - 1
+            if left:
+                continue
+            free[block] = None
+            if stored[block] is None:
+                free.move_to_end(block, last=False)
+            elif not block & unfollowed:
+                self.ages.released(block)
 
     def is_private(self, block: int) -> bool:
         """Whether its one holder may write over what it has written: nobody else reads it or can find it."""

@@ -131,6 +131,7 @@ class PrefillPacer:
         self._aim = None if config.target_itl_ms is None else _AIM * config.target_itl_ms / 1000
         chunk = config.prefill_chunk if self._aim is None else None
         self._chunk = chunk or self._full
+        self._protects_decodes = self._aim is not None or chunk is not None
         self._least = min(_MIN_TOKENS, self._full)
         self._share = config.max_prompt_share
         self._cost = StepCost(_MEMORY)
@@ -145,6 +146,10 @@ class PrefillPacer:
         if num_prompts + num_waiting > 1:
             of_one = min(of_one, max(self._least, int(self._share * tokens)))
         return PrefillBudget(tokens, of_one)
+
+    def fills_step(self, tokens: int) -> bool:
+        """Whether new prompts of so many tokens are a whole step, and nothing protects running requests from them."""
+        return tokens >= self._full and not self._protects_decodes
 
     def _tokens(self, num_decodes: int, num_waiting: int) -> int:
         if not num_decodes:

@@ -11,8 +11,8 @@ from raylm.core.step import Copies, Drafts, NewBlocks, NewRow, StepPlan
 class PlanBuilder:
     """What a step holds so far, and what is left of its token budget.
 
-    Plain decodes are appended to `rows` and `sampling` by the scheduler's loop itself, for speed; all else goes through
-    add().
+    Plain decodes are appended to `rows` and `sampling` by the scheduler's loop itself, for speed, and their blocks to
+    `new_blocks`; all else goes through add() and add_blocks().
     """
 
     def __init__(self, budget: int, for_prompts: PrefillBudget, swapped_out: dict[int, int]) -> None:
@@ -24,6 +24,7 @@ class PlanBuilder:
         self.reporting: list[Request] = []
         self.reporting_prompts: list[tuple[Request, int]] = []
         """Requests whose step gives log probabilities of their prompt, and the first position that it computes."""
+        self.new_blocks: list[NewBlocks] = []
         self.num_prefill = 0
         """Tokens that rows with several known ones compute together."""
         self.for_prompts = for_prompts
@@ -31,7 +32,6 @@ class PlanBuilder:
         self._longer: list[tuple[int, int]] = []
         self._num_surplus = 0
         self._new_rows: list[NewRow] = []
-        self._new_blocks: list[NewBlocks] = []
         self._swapped_out = swapped_out
         self._drafts: list[Drafts] = []
         self._forked: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ class PlanBuilder:
         self._new_rows.append(NewRow(request.row, list(request.token_ids), request.num_computed, request.sampling))
 
     def add_blocks(self, blocks: list[NewBlocks]) -> None:
-        self._new_blocks += [one for one in blocks if one.block_ids]
+        self.new_blocks += [one for one in blocks if one.block_ids]
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         self._swapped_out.update((host, block) for block, host in pairs)
@@ -105,5 +105,5 @@ class PlanBuilder:
         moves = Copies(swapped_out, self._forked, self._swapped_in)
         copies = moves if any(moves) else None
         return StepPlan(
-            step, self._new_rows, self._new_blocks, self.rows, num_tokens, copies, chosen, self._drafts, bounds
+            step, self._new_rows, self.new_blocks, self.rows, num_tokens, copies, chosen, self._drafts, bounds
         )

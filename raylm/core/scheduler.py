@@ -19,18 +19,20 @@ from raylm.core.beam import Beams, TextEnds
 from raylm.core.drafting import NOTHING_DRAFTED, Drafter, Proposal
 from raylm.core.kv_cache import KVCacheManager
 from raylm.core.load import Load
+from raylm.core.newcomers import Newcomers
 from raylm.core.pacing import PlanDelay, PrefillBudget, PrefillPacer, StepTimer
 from raylm.core.plan import PlanBuilder
 from raylm.core.policies import make_policy
 from raylm.core.request import Request, Status
+from raylm.core.row_pool import RowPool
 from raylm.core.settler import Settler
 from raylm.core.step import Sampled, StepPlan, TokenDelta
+from raylm.core.turns import Turn, take_turn
 from raylm.errors import ConfigError
 
 _WATERMARK = 0.01
 """Share of the blocks kept free when a request is admitted, so that the running ones can grow for a while."""
 _rank = attrgetter("rank")
-_last_turn = attrgetter("last_turn")
 
 
 class _InFlight(NamedTuple):
@@ -84,12 +86,11 @@ class Scheduler:
         self._swapped_out: dict[int, int] = {}
         """The device block that the next plan copies into each host block: there may be no plan to do it at once. When
         a request ends before that, the copies of the next one that gets its host blocks take the place of its own."""
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._rows = RowPool(config.max_num_seqs)
         self._in_flight: deque[_InFlight] = deque()
         self._reserve = int(cache.num_usable * _WATERMARK)
         self._stuck: tuple[str, int, bool] | None = None
-        self._num_new = 0
-        self._new_tokens = 0
+        self._newcomers = Newcomers()
         self._num_orders = 0
         self._step = 0
         self._now = 0.0
@@ -110,9 +111,9 @@ class Scheduler:
             self._num_swaps,
             self._cache.num_queries,
             self._cache.num_hits,
-            self._new_tokens,
+            self._newcomers.num_tokens,
             self._drafter.counters if self._drafter is not None else NOTHING_DRAFTED,
-            queue_s=self._admission.queue_s(len(self._running), self._num_new, self._new_tokens),
+            queue_s=self._admission.queue_s(len(self._running), self._newcomers.num, self._newcomers.num_tokens),
         )
 
     def add(
@@ -130,8 +131,8 @@ class Scheduler:
             first,
             num_cached=self._cache.num_cached(first) if first.options.deadline_s else 0,
             num_running=len(self._running),
-            num_waiting=self._num_new,
-            waiting_tokens=self._new_tokens,
+            num_waiting=self._newcomers.num,
+            waiting_tokens=self._newcomers.num_tokens,
             now=now,
         )
         if first.params.beam_width:
@@ -142,14 +143,16 @@ class Scheduler:
             self._hold(first)
         else:
             self._policy.add(first)
-        first.is_new = True
-        self._num_new += 1
-        self._new_tokens += first.num_prompt
+        self._newcomers.add(first)
         for request in others:
             self.enlist(request)
             request.num_charged = request.num_prompt
             request.status = Status.PARKED
         first.forks = others
+
+    def announce(self, num_sequences: int, num_tokens: int) -> None:
+        """So many sequences are still to be added, whose prompts have so many tokens together."""
+        self._newcomers.announce(num_sequences, num_tokens)
 
     def resume(self, request: Request, *, held: bool = False) -> None:
         """Queue a sequence that another engine began, before newcomers: it has had its turn there, and takes no place
@@ -224,15 +227,18 @@ class Scheduler:
         self._now = self._cache.ages.now = now
         self._fork_off()
         bounds = [(request.row, request.num_known) for request in self._settler.rejected if request.row >= 0]
-        builder = PlanBuilder(self._config.max_num_batched_tokens, self._prefill_budget(), self._swapped_out)
-        if self._schedule_running(self._turn(), builder):
+        budget = self._prefill_budget()
+        builder = PlanBuilder(self._config.max_num_batched_tokens, budget, self._swapped_out)
+        alone = self._prompts_alone(budget)
+        if self._schedule_running(Turn.PROMPTS if alone else Turn.EVERYBODY, builder):
             self._admit(builder)
-        if not builder.rows and self._num_stages > 1:
-            self._schedule_running(self._turn(early=True), builder)
+        if not builder.rows and (alone or self._num_stages > 1):
+            self._schedule_running(Turn.EARLY, builder)
         if not builder.rows and not self._in_flight and self._unblock(builder):
             self._admit(builder)
         if not builder.rows:
             return None
+        self._store_some()
         self._swapped_out = {}
         self._settler.rejected.clear()
         self._step += 1
@@ -244,11 +250,12 @@ class Scheduler:
     def plan_at(self) -> float:
         """When to plan the next step: as late as the device allows, so that requests that arrive before are in it. Long
         past where waiting requests fill that step already, or no step is under way."""
-        preempted = len(self._policy) > self._num_new
-        if not self._in_flight or preempted or len(self._free_rows) <= self._num_new:
+        num_new = self._newcomers.num
+        preempted = len(self._policy) > num_new
+        if not self._in_flight or preempted or self._rows.num_free <= num_new:
             return float("-inf")
         budget = self._prefill_budget()
-        if self._new_of(budget.of_one) >= budget.tokens:
+        if self._newcomers.tokens_of(budget.of_one) >= budget.tokens:
             return float("-inf")
         return self._delay.until(self._in_flight[0].num_tokens, self._timer.began)
 
@@ -261,7 +268,7 @@ class Scheduler:
         seconds = self._timer.finished(now)
         self._pacer.observe(num_tokens, seconds)
         self._delay.observe(num_tokens, seconds)
-        self._admission.observe(builder.num_prefill, num_sampled, seconds, self._num_new)
+        self._admission.observe(builder.num_prefill, num_sampled, seconds, self._newcomers.num)
         if self._drafter is not None and len(builder.sampling) == len(builder.rows) and not builder.num_prefill:
             self._drafter.observe(len(builder.rows), num_tokens, num_sampled, seconds)
         deltas = self._settler.settle(builder, result, now)
@@ -282,11 +289,11 @@ class Scheduler:
             assert request.num_computed <= min(request.num_slots, request.num_known), request.id
         ranks = [request.rank for request in self._running]
         assert ranks == sorted(ranks), "running requests are in the policy's order"
-        rows = [request.row for request in self._running] + self._free_rows
-        assert sorted(rows) == list(range(self._config.max_num_seqs)), "rows"
+        self._rows.check(self._running)
 
-    def _schedule_running(self, turn: list[Request], builder: PlanBuilder) -> bool:
+    def _schedule_running(self, whose: Turn, builder: PlanBuilder) -> bool:
         """Give running requests whose turn it is their tokens. False when one had to be preempted for it."""
+        turn = take_turn(self._running, self._step + 1, self._num_stages, whose)
         add_row, add_sampling = builder.rows.append, builder.sampling.append
         proposals = self._proposals(turn)
         tokens, of_one = builder.for_prompts
@@ -299,13 +306,24 @@ class Scheduler:
             if proposals and request in proposals and self._verify(request, proposals[request], builder, for_prompts):
                 continue
             computed = request.num_computed
-            if request.num_known - computed == 1 and computed < request.horizon:
+            if request.num_known - computed == 1 and (computed < request.horizon or self._grow(request, builder)):
                 request.plan(1)
                 add_row(request.row)
                 add_sampling(request)
             elif not self._continue(request, builder):
                 preempted = True
         return not preempted
+
+    def _grow(self, request: Request, builder: PlanBuilder) -> bool:
+        """A block more for a request that just decodes; False where it does not, or that is not so simple."""
+        if request.horizon != request.num_slots:
+            return False
+        added = self._cache.append_block(request)
+        if added is None:
+            return False
+        builder.new_blocks.append(added)
+        request.horizon = min(request.num_slots, request.max_len - 1)
+        return True
 
     def _proposals(self, turn: list[Request]) -> dict[Request, Proposal]:
         """What decoding requests of this turn are to verify."""
@@ -317,8 +335,8 @@ class Scheduler:
         """Known tokens beside each row's next one that a step could compute, at most `of_one` of a request: of prompts
         that run, and of those that could begin."""
         running = sum(min(request.num_to_compute - 1, of_one) for request in turn if request.num_to_compute > 1)
-        first = self._policy.first() if self._free_rows else None
-        waiting = 0 if first is None else max(min(first.num_to_compute, of_one), self._new_of(of_one))
+        first = self._policy.first() if self._rows.num_free else None
+        waiting = 0 if first is None else max(min(first.num_to_compute, of_one), self._newcomers.tokens_of(of_one))
         return running + waiting
 
     def _verify(self, request: Request, proposal: Proposal, builder: PlanBuilder, for_prompts: int) -> bool:
@@ -339,29 +357,6 @@ class Scheduler:
         builder.verify(request, proposal)
         request.set_horizon()
         return True
-
-    def _turn(self, *, early: bool = False) -> list[Request]:
-        """The running requests that this plan is for, in their order.
-
-        A token reaches the first stage when its plan has passed all stages, so with several a request decodes in every
-        num_stages-th plan at most, and of all that decode a plan has an equal share: that keeps the stages equally
-        busy. `early` lets requests come before their token is there: the first stage waits for it, which is better
-        than a stage without a plan.
-        """
-        if self._num_stages == 1:
-            return self._running
-        number = self._step + 1
-        decoding = [request for request in self._running if request.num_to_compute == 1]
-        ready = [request for request in decoding if early or request.last_turn <= number - self._num_stages]
-        share = -(-len(decoding) // self._num_stages)
-        rows = {request.row for request in decoding} - {
-            request.row for request in sorted(ready, key=_last_turn)[:share]
-        }
-        turn = [request for request in self._running if request.row not in rows]
-        for request in turn:
-            if request.num_to_compute:  # A beam that waits for its next token has no turn to lose.
-                request.last_turn = number
-        return turn
 
     def _continue(self, request: Request, builder: PlanBuilder) -> bool:
         """Let a running request compute what it can. False when one had to be preempted for it."""
@@ -393,9 +388,9 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting requests while rows, blocks and budget last, in the policy's order."""
-        if not self._free_rows and len(self._policy):
+        if not self._rows.num_free and len(self._policy):
             self._park_idle_beams(builder)
-        while self._free_rows:
+        while self._rows.num_free:
             request = self._policy.first()
             # A preempted request waits for its tokens in flight: its next row must know them all.
             if request is None or request.num_in_flight or not self._start(request, builder):
@@ -422,13 +417,13 @@ class Scheduler:
         self._policy.remove(request)
         self._forked.pop(request, None)
         request.status = Status.RUNNING
-        request.row = self._free_rows.pop()
+        self._rows.take(request)
         request.last_turn = self._step + 1
         request.begin(self._now)
         request.rank = self._policy.rank(request)
         insort(self._running, request, key=_rank)
         if request.is_new:
-            self._no_longer_new(request)
+            self._newcomers.remove(request)
             self._admission.started(request)
             self._cache.count_hits(request)
             request.num_cached = request.num_charged = request.num_computed
@@ -463,6 +458,12 @@ class Scheduler:
             request.num_charged = done
         if request.forks and request.num_computed >= request.num_prompt:
             self._to_fork.append(request)
+
+    def _store_some(self) -> None:
+        """Let blocks that decodes have filled be found: of each row once in as many steps as a block has tokens, since
+        rows that began together fill their blocks in the same step."""
+        for request in self._rows.every(self._cache.block_size, self._step):
+            self._cache.store_full(request)
 
     def _fork_off(self) -> None:
         """Prompts that the last plan completed: their other sequences share them now, and compute the last token again
@@ -504,7 +505,7 @@ class Scheduler:
         elif request.status is Status.WAITING:
             self._policy.remove(request)
         if request.is_new:
-            self._no_longer_new(request)
+            self._newcomers.remove(request)
         self._cache.free(request)
         self._forked.pop(request, None)
         request.status = Status.FINISHED
@@ -514,11 +515,6 @@ class Scheduler:
         for fork in reversed(forks):
             if fork.status is Status.PARKED:
                 self.requeue(fork)
-
-    def _no_longer_new(self, request: Request) -> None:
-        request.is_new = False
-        self._num_new -= 1
-        self._new_tokens -= request.num_prompt
 
     def _preempt(self, request: Request, builder: PlanBuilder) -> None:
         """Take a running request's blocks and row, to the host where that is cheaper than to compute them again."""
@@ -542,9 +538,8 @@ class Scheduler:
     def _free_row(self, request: Request) -> None:
         if self._drafter is not None and request.search is None:
             self._drafter.end(request)
-        self._free_rows.append(request.row)
         self._beams.forget_chosen(request.row)
-        request.row = -1
+        self._rows.give_back(request)
 
     def _strip_forks(self) -> bool:
         """Take the blocks that waiting forks hold, before anything that runs gives way. False when there are none."""
@@ -579,9 +574,16 @@ class Scheduler:
         return self._pacer.budget(
             num_decodes=-(-num_decodes // self._num_stages),
             num_prompts=len(to_compute) - num_decodes,
-            num_waiting=min(len(self._policy), len(self._free_rows)),
+            num_waiting=min(len(self._policy), self._rows.num_free),
         )
 
-    def _new_of(self, of_one: int) -> int:
-        """Tokens of new prompts that a step could compute, at most `of_one` of each."""
-        return min(self._new_tokens, self._num_new * of_one)
+    def _prompts_alone(self, budget: PrefillBudget) -> bool:
+        """Whether running requests leave the next step to prompts that fill it. Where all that wait find a row and
+        blocks, the last of them to begin says how many steps there are behind the prompts, and what decodes before is
+        only taken from steps in which it costs less. Where some wait for a row, the sooner others end the better."""
+        new = self._newcomers
+        return (
+            self._pacer.fills_step(new.tokens_of(budget.of_one))
+            and len(self._policy) + new.num_to_come <= self._rows.num_free
+            and new.num_tokens + new.tokens_to_come <= self._cache.num_free * self._cache.block_size
+        )

@@ -155,6 +155,11 @@ class Engine:
         if preparing is not None:
             self._grammars.hold(requests[0].id, preparing)
 
+    def announce(self, num_sequences: int, num_tokens: int) -> None:
+        """Say how many sequences the caller will add when there is room in the queue, and how many tokens their prompts
+        have together: what is best for the next step may depend on what comes."""
+        self._scheduler.announce(num_sequences, num_tokens)
+
     def resume(
         self,
         ids: Sequence[str],

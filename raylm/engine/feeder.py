@@ -31,6 +31,9 @@ class Feeder:
         self._engine = engine
         self._limits = engine.limits
         self._todo: deque[Group] = deque()
+        self._num_todo = 0
+        """Sequences of the groups that wait here, and tokens of their prompts."""
+        self._num_tokens = 0
 
     @property
     def is_empty(self) -> bool:
@@ -38,17 +41,27 @@ class Feeder:
 
     def put(self, group: Group) -> None:
         self._todo.append(group)
+        self._count(group, 1)
 
     def ready(self) -> Iterator[Group]:
         """The groups that the engine has room for now; each must be added to it before the next is asked for."""
         # No more at a time than the next steps can use: the device computes while the rest are added.
         enough = _STEPS_AHEAD * self._limits.max_num_batched_tokens
         while self._todo and self._engine.stats().waiting_tokens < enough and self._has_room(self._todo[0]):
-            yield self._todo.popleft()
+            group = self._todo.popleft()
+            self._count(group, -1)
+            yield group
+        self._engine.announce(self._num_todo, self._num_tokens)
 
     def drop(self, request_id: str) -> None:
         """Forget the group of this sequence, if it is still here."""
-        self._todo = deque(group for group in self._todo if request_id not in group.ids)
+        for group in [group for group in self._todo if request_id in group.ids]:
+            self._todo.remove(group)
+            self._count(group, -1)
+
+    def _count(self, group: Group, sign: int) -> None:
+        self._num_todo += sign * len(group.ids)
+        self._num_tokens += sign * len(group.prompt_ids)
 
     def _has_room(self, group: Group) -> bool:
         stats = self._engine.stats()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from raylm import ops
@@ -33,13 +35,12 @@ class PrefixSharing:
             rows = [new.row for new in plan.new_rows]
             self._blocks[:, rows] = self._nobodys[rows]
             self._asked = None
-        for new in plan.new_blocks:
-            if new.group != self._group:
+        for row, group, first, block_ids in plan.new_blocks:
+            if group != self._group:
                 continue
-            for depth, column in enumerate(self._columns):
-                if 0 <= column - new.first_column < len(new.block_ids):
-                    self._blocks[depth, new.row] = new.block_ids[column - new.first_column]
-                    self._asked = None
+            for depth in range(bisect_left(self._columns, first), bisect_left(self._columns, first + len(block_ids))):
+                self._blocks[depth, row] = block_ids[self._columns[depth] - first]
+                self._asked = None
 
     def pays(self, rows: np.ndarray) -> bool:
         """Whether a step of the rows, int64 [S], is faster if attention reads once what they share."""

@@ -125,8 +125,12 @@ class RequestTable:
         # A cell may be written twice in one plan, and the last block stands: hence a dictionary.
         cells: dict[int, int] = {}
         for new in plan.new_blocks:
-            first = (new.group * self.num_rows + new.row) * self.max_blocks + new.first_column
-            cells.update(zip(range(first, first + len(new.block_ids)), new.block_ids, strict=True))
+            row, group, column, block_ids = new
+            first = (group * self.num_rows + row) * self.max_blocks + column
+            if len(block_ids) == 1:  # Most have one, and there may be a thousand of them.
+                cells[first] = block_ids[0]
+            else:
+                cells.update(zip(range(first, first + len(block_ids)), block_ids, strict=True))
         count = len(cells)
         at, block_ids = self.upload(np.fromiter(cells, np.int64, count), np.fromiter(cells.values(), np.int32, count))
         self.block_table.view(-1).index_copy_(0, at, block_ids)
