@@ -96,8 +96,8 @@ class LLM:
         batch = cast("list[Prompt]", [prompts] if isinstance(prompts, str | dict) else list(prompts))
         each = self._params_list(params, len(batch))
         wanted = []
-        for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
-            with _naming("prompts", index, len(batch)):
+        with _naming("prompts", len(batch)) as at:
+            for at.index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
                 wanted.append(self._core.inputs.prompt(prompt, own, add_special_tokens=add_special_tokens))
         return self._run("prompts", wanted, truncate_prompt_tokens, progress=progress)
 
@@ -123,8 +123,8 @@ class LLM:
         each = self._params_list(params, len(conversations))
         use = read_tools(tools, tool_choice, None)
         wanted = []
-        for index, (conversation, own) in enumerate(zip(conversations, each, strict=True)):
-            with _naming("conversations", index, len(conversations)):
+        with _naming("conversations", len(conversations)) as at:
+            for at.index, (conversation, own) in enumerate(zip(conversations, each, strict=True)):
                 wanted.append(
                     self._core.inputs.conversation(
                         conversation, own, use, options, add_special_tokens=add_special_tokens
@@ -179,9 +179,9 @@ class LLM:
         inputs = self._core.inputs
         ready = {key: inputs.ready(one) for key, one in {id(each.params): each.params for each in wanted}.items()}
         wanted = [each._replace(params=ready[id(each.params)]) for each in wanted]
-        for index, each in enumerate(wanted):
-            inputs.truncate(each, truncate, max_model_len=self.info.max_model_len)
-            with _naming(kind, index, len(wanted)):
+        with _naming(kind, len(wanted)) as at:
+            for at.index, each in enumerate(wanted):
+                inputs.truncate(each, truncate, max_model_len=self.info.max_model_len)
                 self._engine.check_request(each.completion.prompt_token_ids, each.params)
         ids = [str(next(self._count)) for _ in wanted]
         try:
@@ -207,12 +207,19 @@ class LLM:
         return given
 
 
+class _Place:
+    """Which of several prompts is looked at."""
+
+    index = 0
+
+
 @contextmanager
-def _naming(kind: str, index: int, count: int) -> Iterator[None]:
+def _naming(kind: str, count: int) -> Iterator[_Place]:
     """Of several prompts, say which one is rejected."""
+    at = _Place()
     try:
-        yield
+        yield at
     except RequestRejected as error:
         if count == 1:
             raise
-        raise RequestRejected(f"{kind}[{index}]: {error}", param=error.param, code=error.code) from None
+        raise RequestRejected(f"{kind}[{at.index}]: {error}", param=error.param, code=error.code) from None

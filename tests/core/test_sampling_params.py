@@ -175,6 +175,14 @@ def test_what_is_taken_is_what_an_engine_and_its_workers_take():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=RowSampling) == sampling
 
 
+@pytest.mark.parametrize("wrong", [9, -1, 1 << 63, -(1 << 64)])
+def test_a_prompt_holds_tokens_of_the_model(wrong):
+    check_prompt([0, 8], SamplingParams(), max_model_len=9, vocab_size=9)
+    with pytest.raises(RequestRejected, match=f"the prompt holds the token id {wrong}; this model has 0 to 8") as error:
+        check_prompt([0, wrong, 8], SamplingParams(), max_model_len=9, vocab_size=9)
+    assert error.value.param == "prompt"
+
+
 @pytest.mark.parametrize("wrong", [1.0, True, "1", None, Whole(1)], ids=repr)
 def test_a_prompt_holds_integers_and_nothing_like_them(wrong):
     with pytest.raises(RequestRejected, match=r"the prompt must hold integers, got .* at 1") as error:
