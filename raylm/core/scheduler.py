@@ -578,9 +578,9 @@ class Scheduler:
         )
 
     def _prompts_alone(self, budget: PrefillBudget) -> bool:
-        """Whether running requests leave the next step to prompts that fill it. Where all that wait find a row and
-        blocks, the last of them to begin says how many steps there are behind the prompts, and what decodes before is
-        only taken from steps in which it costs less. Where some wait for a row, the sooner others end the better."""
+        """Whether running requests leave the next step to prompts, which fill it. Where all that wait find a row and
+        blocks, as many steps follow the prompts whether others decode meanwhile or not, and there a decode costs less.
+        Where some must wait for a row, the sooner others end the better."""
         new = self._newcomers
         return (
             self._pacer.fills_step(new.tokens_of(budget.of_one))
