@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -107,7 +107,10 @@ def _state_of(url: str, field: str) -> StoreFolder:
     with _told(url, field, user_cache("models")):
         fs, root = url_to_fs(url)
         fs.invalidate_cache()
-        objects: dict[str, dict[str, Any]] = fs.find(root, maxdepth=2, detail=True)
+        objects: dict[str, dict[str, Any]] = {}
+        with suppress(FileNotFoundError):
+            # What is refused is no empty folder.
+            objects = fs.find(root, maxdepth=2, detail=True, on_error="raise")
     digest, files = sha256(url.encode()), []
     for key, about in sorted(objects.items()):
         name = key.removeprefix(root.rstrip("/") + "/")

@@ -119,6 +119,7 @@ def test_what_is_not_there_is_told(store: fsspec.AbstractFileSystem, url: str, s
 
 def test_a_store_without_its_package_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(ConfigError, match=r"s3://bucket/model': .*s3fs.*; in raylm's repository, pip install -e"):
         locate("s3://bucket/model")
 
