@@ -1,4 +1,4 @@
-"""MiMo-7B's layer for multi-token prediction (MTP), which speculative decoding drafts with."""
+"""A layer for multi-token prediction (MTP) in the form of MiMo-7B, which speculative decoding drafts with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MtpLayer(DecoderLayer):
         return joined
 
 
-class MiMoForCausalLM(DecoderModel):
+class MtpDecoder(DecoderModel):
     """The base, and on the last stage its MTP layers where `arch.uses_mtp`; else the checkpoint's are left out."""
 
     def __init__(self, build: Build) -> None:

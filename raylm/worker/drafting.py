@@ -20,7 +20,7 @@ from raylm.models.cache_spec import CacheSpec, cache_specs
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import DUMMY, Eagle3Head, load_eagle3, owned_parts
 from raylm.models.load import load_model
-from raylm.models.mimo import MiMoForCausalLM
+from raylm.models.mtp import MtpDecoder
 from raylm.models.registry import model_class
 from raylm.models.taps import HiddenTaps
 from raylm.worker.cache_groups import CacheGroups
@@ -176,7 +176,7 @@ def _eagle3(
 
 
 def _mtp(settings: DraftSettings, target: DecoderModel) -> Drafting:
-    assert isinstance(target, MiMoForCausalLM) and target.arch.uses_mtp, "with_mtp() made the target's architecture"
+    assert isinstance(target, MtpDecoder) and target.arch.uses_mtp, "with_mtp() made the target's architecture"
     model = target
     taps = HiddenTaps(model, [model.arch.num_layers], max_tokens=settings.max_tokens)
 

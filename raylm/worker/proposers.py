@@ -21,7 +21,7 @@ from raylm.layers.attention import AttentionMetadata, KVCache, LayerInput
 from raylm.layers.attention_backends import AttentionBackend
 from raylm.models.decoder import DecoderModel
 from raylm.models.eagle3 import Eagle3Head
-from raylm.models.mimo import MiMoForCausalLM
+from raylm.models.mtp import MtpDecoder
 from raylm.models.taps import HiddenTaps
 
 
@@ -261,9 +261,7 @@ class Eagle3Proposer(HeadProposer):
 class MtpProposer(HeadProposer):
     """The target's own MTP layer; the tap is that of its last norm."""
 
-    def __init__(
-        self, model: MiMoForCausalLM, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int
-    ) -> None:
+    def __init__(self, model: MtpDecoder, rows: Rows, caches: list[KVCache], taps: HiddenTaps, *, group: int) -> None:
         size, dtype = model.arch.hidden_size, model.dtype
         super().__init__(rows, caches, taps, model.attention, group=group, hidden_size=size, dtype=dtype)
         self._model = model

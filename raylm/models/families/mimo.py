@@ -16,5 +16,5 @@ def _read(fields: Fields) -> ArchConfig:
 
 
 ARCHITECTURES = {
-    "MiMoForCausalLM": Family(read=_read, defaults=DEFAULTS, model="raylm.models.mimo:MiMoForCausalLM"),
+    "MiMoForCausalLM": Family(read=_read, defaults=DEFAULTS, model="raylm.models.mtp:MtpDecoder"),
 }
