@@ -8,6 +8,7 @@ from typing import Any
 
 from raylm.config.engine_keys import EngineKey, Sections, engine_keys, engine_sections
 from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE, Renamed
+from raylm.config.vllm_objects import OBJECTS
 
 _DEST = "engine:"
 
@@ -20,6 +21,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for name, renamed in NAMES.items():
         _add(parser, group, _flag(name), engine_keys()[renamed.key], renamed=renamed, dest=name, help=argparse.SUPPRESS)
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for name in OBJECTS:
+        if _flag(name) not in parser._option_string_actions:
+            group.add_argument(_flag(name), dest=_DEST + name, type=_json, **hidden)
     for name in ANYWAY:
         if _flag(name) not in parser._option_string_actions:
             nargs = 1 if name in TAKES_VALUE else 0

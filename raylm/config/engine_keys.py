@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from raylm.config.base import FrozenConfig
 from raylm.config.engine import EngineConfig
 from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, VALUES
+from raylm.config.vllm_objects import OBJECTS, Options
 from raylm.errors import ConfigError
 
 _BARE = ("model", "parallel", "cache", "scheduler", "runtime", "load")
@@ -63,28 +64,37 @@ def engine_sections(given: Mapping[str, Any], *, source: str) -> Sections:
     is none, or that vLLM has and raylm has not."""
     sections: Sections = {}
     for name, value in given.items():
-        if name in ANYWAY:
-            continue
         if name in REFUSED:
             raise ConfigError(f"{source}: {name} is not taken: {REFUSED[name]}")
-        key, translated = name, value
-        if name in NAMES:
-            renamed = NAMES[name]
-            if renamed.rest is not None and isinstance(value, list | tuple):
-                if not value:
-                    raise ConfigError(f"{source}: {name} is an empty list; give one value at least")
-                value, others = value[0], list(value[1:])
-                rest = engine_keys()[renamed.rest]
-                sections.setdefault(rest.section, {})[rest.key] = others
-            key, translated = renamed.key, renamed.translate(value)
-        if key not in engine_keys():
-            close = difflib.get_close_matches(name, [*engine_keys(), *NAMES], n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise ConfigError(f"{source}: there is no option {name!r}{hint}")
-        translated = VALUES.get(key, {}).get(translated, translated) if isinstance(translated, str) else translated
-        found = engine_keys()[key]
-        sections.setdefault(found.section, {})[found.key] = translated
+        try:
+            options = _named_here(name, value)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {name} {error}") from None
+        for key, own in options.items():
+            if key not in engine_keys():
+                close = difflib.get_close_matches(name, [*engine_keys(), *NAMES, *OBJECTS], n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ConfigError(f"{source}: there is no option {name!r}{hint}")
+            found = engine_keys()[key]
+            translated = VALUES.get(key, {}).get(own, own) if isinstance(own, str) else own
+            sections.setdefault(found.section, {})[found.key] = translated
     return sections
+
+
+def _named_here(name: str, value: Any) -> Options:
+    """An option that vLLM may have named, by the names of here. Raises ValueError, whose text follows the name."""
+    if name in ANYWAY:
+        return {}
+    if name in OBJECTS:
+        return OBJECTS[name].options(value)
+    if name not in NAMES:
+        return {name: value}
+    renamed = NAMES[name]
+    if renamed.rest is None or not isinstance(value, list | tuple):
+        return {renamed.key: renamed.translate(value)}
+    if not value:
+        raise ValueError("is an empty list; give one value at least")
+    return {renamed.rest: list(value[1:]), renamed.key: renamed.translate(value[0])}
 
 
 def overridden(engine: Mapping[str, Any], given: Sections) -> dict[str, Any]:
@@ -102,13 +112,11 @@ def _keys_of(section: str, config: type[FrozenConfig]) -> list[EngineKey]:
     docs, keys = _docstrings(config), []
     for key, field in config.model_fields.items():
         kind = _plain(field.annotation)
-        if isinstance(kind, type) and issubclass(kind, FrozenConfig):
-            continue  # Sampling has options of its own.
         several = get_origin(kind) in (list, tuple)
         if several:
             kind = _plain(get_args(kind)[0])
         choices = tuple(get_args(kind)) if get_origin(kind) is Literal else ()
-        if get_origin(kind) is dict:
+        if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, FrozenConfig)):
             kind = dict
         value_type = kind if kind in (bool, int, float, dict) else str
         keys.append(EngineKey(section, key, value_type, several, choices, docs.get(key, "")))

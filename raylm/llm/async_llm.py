@@ -21,7 +21,7 @@ from raylm.engine.streams import Sequences
 from raylm.errors import EngineDeadError, RequestRejected
 from raylm.generation.tool_reading import read_tools
 from raylm.llm.engine import DEFAULT_MAX_TOKENS, Metric, growing, metrics_of
-from raylm.llm.inputs import Input, Inputs, Message, Prompt
+from raylm.llm.inputs import Input, Inputs, Message, Prompt, check_one_name
 from raylm.llm.results import Completion
 from raylm.text.chat_options import ChatOptions
 from raylm.text.tokenizer import Tokenizer
@@ -60,14 +60,17 @@ class AsyncLLM:
         *,
         options: RequestOptions | None = None,
         add_special_tokens: bool = True,
+        sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[Completion, None]:
         """Complete a prompt: all that there is so far, again and again, the last time with `finished`.
 
         It is the same object every time, which grows: copy what must not change. Whoever leaves the loop early, or is
         cancelled, ends the request (at once with `contextlib.aclosing`). request_id: no unfinished request has it; one
-        is made up where none is given. Raises RequestRejected, EngineDeadError.
+        is made up where none is given. sampling_params is vLLM's name of params. Raises RequestRejected,
+        EngineDeadError.
         """
-        params = params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
+        check_one_name(params, sampling_params)
+        params = params or sampling_params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
         wanted = await asyncio.to_thread(self._inputs.prompt, prompt, params, add_special_tokens=add_special_tokens)
         async with aclosing(self._run(wanted, request_id, options)) as completions:
             async for completion in completions:
@@ -83,9 +86,11 @@ class AsyncLLM:
         tool_choice: str | Message | None = None,
         chat_options: ChatOptions | None = None,
         options: RequestOptions | None = None,
+        sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[Completion, None]:
         """Answer a conversation, as LLM.chat does; the rest is as in `generate`."""
-        params = params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
+        check_one_name(params, sampling_params)
+        params = params or sampling_params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
         use = read_tools(tools, tool_choice, None)
         wanted = await asyncio.to_thread(self._inputs.conversation, messages, params, use, chat_options)
         async with aclosing(self._run(wanted, request_id, options)) as completions:

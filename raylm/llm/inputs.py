@@ -119,6 +119,12 @@ class Inputs:
         self.grammars.close()
 
 
+def check_one_name(params: object, sampling_params: object) -> None:
+    """Refuse an argument that is given under both of its names, raylm's and vLLM's. Raises RequestRejected."""
+    if params is not None and sampling_params is not None:
+        raise RequestRejected("params and sampling_params are two names of one argument; give one", param="params")
+
+
 def _unwrapped(prompt: Prompt) -> str | list[int]:
     """The text or the tokens. Raises RequestRejected."""
     if not isinstance(prompt, dict):

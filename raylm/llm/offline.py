@@ -25,7 +25,7 @@ from raylm.engine.factory import offline_engine
 from raylm.errors import RaylmError, RequestRejected
 from raylm.generation.tool_reading import read_tools
 from raylm.llm.engine import DEFAULT_MAX_TOKENS, LLMEngine, Metric
-from raylm.llm.inputs import Input, Inputs, Message, Prompt
+from raylm.llm.inputs import Input, Inputs, Message, Prompt, check_one_name
 from raylm.llm.results import Completion
 from raylm.text.chat_options import ChatOptions
 from raylm.text.processor import TextDelta, TextProcessor
@@ -86,20 +86,23 @@ class LLM:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
         """Complete prompts, batched, in the order given.
 
         `params` holds for all, or is one a prompt; without it, `self.params(max_tokens=128)`. add_special_tokens puts
         around a string what the model wants there, such as BOS. truncate_prompt_tokens keeps as many of a prompt's last
-        tokens, -1 as many as fit. Raises RequestRejected before anything runs.
+        tokens, -1 as many as fit. sampling_params and use_tqdm are vLLM's names of params and progress. Raises
+        RequestRejected before anything runs.
         """
         batch = cast("list[Prompt]", [prompts] if isinstance(prompts, str | dict) else list(prompts))
-        each = self._params_list(params, len(batch))
+        each = self._params_list(params, sampling_params, len(batch))
         wanted = []
         with _naming("prompts", len(batch)) as at:
             for at.index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
                 wanted.append(self._core.inputs.prompt(prompt, own, add_special_tokens=add_special_tokens))
-        return self._run("prompts", wanted, truncate_prompt_tokens, progress=progress)
+        return self._run("prompts", wanted, truncate_prompt_tokens, progress=progress and use_tqdm)
 
     def chat(
         self,
@@ -112,6 +115,8 @@ class LLM:
         add_special_tokens: bool = False,
         truncate_prompt_tokens: int | None = None,
         progress: bool = True,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
     ) -> list[Completion]:
         """Answer one conversation, or several, through the model's chat template, which writes BOS and its like itself.
 
@@ -120,7 +125,7 @@ class LLM:
         """
         is_one = isinstance(messages, str) or (messages and isinstance(messages[0], dict))
         conversations = cast("list[Sequence[Message]]", [messages] if is_one else list(messages))
-        each = self._params_list(params, len(conversations))
+        each = self._params_list(params, sampling_params, len(conversations))
         use = read_tools(tools, tool_choice, None)
         wanted = []
         with _naming("conversations", len(conversations)) as at:
@@ -130,7 +135,7 @@ class LLM:
                         conversation, own, use, options, add_special_tokens=add_special_tokens
                     )
                 )
-        return self._run("conversations", wanted, truncate_prompt_tokens, progress=progress)
+        return self._run("conversations", wanted, truncate_prompt_tokens, progress=progress and use_tqdm)
 
     def stream(self, prompt_ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
         """Generate one sequence and yield its text as it comes; leaving the loop ends the request."""
@@ -196,12 +201,17 @@ class LLM:
         return [each.completion for each in wanted]
 
     def _params_list(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
     ) -> Sequence[SamplingParams]:
         """One a prompt."""
-        if params is None:
-            params = self.params(max_tokens=DEFAULT_MAX_TOKENS)
-        given = [params] * count if isinstance(params, SamplingParams) else list(params)
+        check_one_name(params, sampling_params)
+        wanted = sampling_params if params is None else params
+        if wanted is None:
+            wanted = self.params(max_tokens=DEFAULT_MAX_TOKENS)
+        given = [wanted] * count if isinstance(wanted, SamplingParams) else list(wanted)
         if len(given) != count:
             raise RequestRejected(f"params has {len(given)} entries for {count} prompts", param="params")
         return given

@@ -10,6 +10,7 @@ from raylm.cli.options import engine_config
 from raylm.config.engine import EngineConfig
 from raylm.config.engine_keys import engine_keys, engine_sections
 from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE
+from raylm.config.vllm_objects import OBJECTS
 from raylm.errors import ConfigError
 from raylm.serving.program.serve_file import serve_config
 from tests.cli import vllm_table
@@ -52,6 +53,51 @@ def test_vllm_names():
     assert (config.chat.tools, config.scheduler.policy) == ("hermes", "priority")
     assert given("--enable-prefix-caching").cache.prefix_caching
     assert given("--kv-cache-dtype", "fp8").cache.dtype == given("--kv-cache-dtype", "fp8_e4m3").cache.dtype == "fp8"
+
+
+def test_vllm_names_of_sampling():
+    assert given("--generation-config", "vllm").generation.defaults == "neutral"
+    assert given("--generation-config", "auto").generation.defaults == given().generation.defaults == "model"
+    assert given("--override-generation-config", '{"temperature": 0.2, "top_k": 5}').model.sampling.top_k == 5
+    with pytest.raises(ConfigError, match=r"generation\.defaults"):
+        given("--generation-config", "some/folder")
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "model", "drafts", "bounds"),
+    [
+        ('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}', "ngram", None, 5, (3, 3)),
+        ('{"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}', "ngram", None, 7, (2, 5)),
+        ('{"model": "small", "draft_tensor_parallel_size": 1}', "draft_model", "small", 7, (2, 4)),
+        ('{"method": "eagle3", "model": "head", "num_speculative_tokens": 3}', "eagle3", "head", 3, (2, 4)),
+    ],
+)
+def test_vllm_s_object_of_speculation(text, method, model, drafts, bounds):
+    found = given("--speculative-config", text).speculation
+    assert (found.method, found.model, found.num_drafts, (found.min_n, found.max_n)) == (method, model, drafts, bounds)
+
+
+def test_vllm_s_object_of_kv_events():
+    said = '{"enable_kv_cache_events": true, "topic": "kv@a@b", "buffer_steps": 5, "hwm": 7, "max_queue_size": 9}'
+    found = given("--kv-events-config", said).kv_events
+    assert (found.endpoint, found.topic, found.buffer_steps, found.max_queued) == ("tcp://*:5557", "kv@a@b", 5, 9)
+    own = {"enable_kv_cache_events": True, "endpoint": "tcp://*:7000"}
+    assert engine_sections({"kv_events_config": own}, source="test") == {"kv_events": {"endpoint": "tcp://*:7000"}}
+    for off in ({"endpoint": "tcp://*:7000"}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        assert engine_sections({"kv_events_config": off}, source="test") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("speculative_config", {"method": "ngram", "quantization": "fp8"}, "has the field 'quantization', which raylm"),
+        ("speculative_config", "ngram", "speculative_config must be a JSON object, got 'ngram'"),
+        ("kv_events_config", {"publisher": "nats"}, "has the publisher 'nats'; allowed: zmq, null"),
+    ],
+)
+def test_objects_that_say_what_raylm_has_not(name, value, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        engine_sections({name: value}, source="LLM(...)")
 
 
 def test_types_of_the_model_and_of_its_cache_are_two_options():
@@ -98,8 +144,10 @@ def test_what_asks_for_what_is_done_anyway():
 
 def test_the_tables_do_not_overlap():
     assert not NAMES.keys() & ANYWAY.keys() and not NAMES.keys() & REFUSED.keys() and not ANYWAY.keys() & REFUSED.keys()
-    assert not engine_keys().keys() & {*NAMES, *ANYWAY, *REFUSED}
+    assert not OBJECTS.keys() & {*NAMES, *ANYWAY, *REFUSED}
+    assert not engine_keys().keys() & {*NAMES, *ANYWAY, *REFUSED, *OBJECTS}
     assert {renamed.key for renamed in NAMES.values()} <= engine_keys().keys()
+    assert {key for option in OBJECTS.values() for key in option.fields.values()} <= engine_keys().keys()
 
 
 def test_an_unknown_name():

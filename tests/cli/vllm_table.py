@@ -9,6 +9,7 @@ from pathlib import Path
 
 from raylm.config.engine_keys import engine_keys
 from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED
+from raylm.config.vllm_objects import OBJECTS
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
 _BEGIN, _END = "<!-- python -m tests.cli.vllm_table -->", "<!-- end -->"
@@ -21,6 +22,10 @@ def table() -> str:
         key = engine_keys()[renamed.key]
         note = f"; {renamed.note}" if renamed.note else ""
         rows[_flag(name)] = f"`{_flag(key.name)}` (`{key.section}.{key.key}`){note}"
+    for name, option in OBJECTS.items():
+        fields = [f"`{field}` is `{_flag(key)}`" for field, key in option.fields.items()]
+        fields += [f"`{field}`: {reason}" for field, reason in option.anyway.items()]
+        rows[_flag(name)] = f"an object, of which {'; '.join(fields)}"
     rows |= {_flag(name): f"changes nothing: {reason}" for name, reason in ANYWAY.items()}
     rows |= {_flag(name): f"refused: {reason}" for name, reason in REFUSED.items()}
     lines = [f"| `{name}` | {rows[name]} |" for name in sorted(rows)]

@@ -172,7 +172,7 @@ def test_tokenizer(engine: LLMEngine) -> None:
 
 async def last(llm: AsyncLLM, prompt: list[int], params: SamplingParams, request_id: str | None = None) -> Completion:
     found = None
-    async for completion in llm.generate(prompt, params, request_id):
+    async for completion in llm.generate(prompt, sampling_params=params, request_id=request_id):
         found = completion
     assert found is not None and found.finished
     return found

@@ -336,6 +336,9 @@ def test_prompts_as_vllm_wraps_them(tmp_path):
     plain = llm.generate(["The quick", [5, 6, 7]], GREEDY, progress=False)
     assert llm.generate([{"prompt": "The quick"}, {"prompt_token_ids": [5, 6, 7]}], GREEDY, progress=False) == plain
     assert llm.generate({"prompt": "The quick"}, GREEDY, progress=False) == plain[:1]
+    assert llm.generate(["The quick", [5, 6, 7]], sampling_params=GREEDY, use_tqdm=False) == plain
+    with pytest.raises(RequestRejected, match="params and sampling_params are two names of one argument"):
+        llm.generate([[5, 6, 7]], GREEDY, sampling_params=GREEDY, progress=False)
     for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"prompt": "a", "multi_modal_data": {}}):
         with pytest.raises(RequestRejected, match="allowed: prompt or prompt_token_ids, one of them"):
             llm.generate([wrong], GREEDY, progress=False)
