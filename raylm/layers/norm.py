@@ -108,11 +108,19 @@ class EachHeadNorm(nn.Module):
     """A LayerNorm without bias of each head, which has weights of its own. x: [T, heads of this rank, head_dim]."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, eps: float, *, context: ParallelContext, dtype: torch.dtype
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        context: ParallelContext,
+        dtype: torch.dtype,
+        apart: bool = False,
     ) -> None:
-        """`num_heads`: of all ranks."""
+        """`num_heads`: of all ranks. `apart`: checkpoints have a tensor for each head, by its number."""
         super().__init__()
         self._eps = eps
+        self._apart = apart
         self._heads = HeadShare.of(num_heads, context)
         self.weight = empty_parameter(self._heads.count, head_dim, dtype=dtype, device=context.device)
 
@@ -121,8 +129,15 @@ class EachHeadNorm(nn.Module):
         return normed.mul_(self.weight.float()).to(x.dtype)
 
     def slots(self) -> dict[SlotName, Slot]:
-        shape = (self._heads.total, self.weight.shape[1])
-        return {("weight", None): Slot(self.weight, shape, start=self._heads.first)}
+        heads, size = self._heads, self.weight.shape[1]
+        if not self._apart:
+            return {("weight", None): Slot(self.weight, (heads.total, size), start=heads.first)}
+        own = range(heads.first, heads.first + heads.count)
+        nowhere = self.weight.view(-1)[:0]
+        return {
+            (f"{head}.weight", None): Slot(self.weight[head - heads.first] if head in own else nowhere, (size,))
+            for head in range(heads.total)
+        }
 
 
 class AllHeadsNorm(nn.Module):

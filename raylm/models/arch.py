@@ -12,7 +12,7 @@ from raylm.models.quantised.scheme import Quantisation
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]
-QKNorm = Literal["head", "each_head", "all_heads"]
+QKNorm = Literal["head", "each_head", "heads_apart", "all_heads"]
 NormPlace = Literal["pre", "post", "sandwich", "parallel"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -92,7 +92,8 @@ class ArchConfig:
     o_bias: bool
     qk_norm: QKNorm | None
     """Queries and keys are normed before the rotary embedding: head by head with the weights of one (head), each head
-    with its own weights by mean and variance (each_head), or all heads together (all_heads)."""
+    with its own weights by mean and variance (each_head; heads_apart where checkpoints have a tensor for each), or all
+    heads together (all_heads)."""
     attention_scale: float
     attention_soft_cap: float
     """0 where attention scores are not capped."""

@@ -95,9 +95,11 @@ class Build:
     def head_norm(self, num_heads: int) -> RMSNorm | EachHeadNorm | AllHeadsNorm | None:
         """What queries or keys are normed with, of which the whole model has `num_heads`."""
         kind, size, eps = self.arch.qk_norm, self.arch.head_dim, self.arch.norm_eps
-        if kind in ("each_head", "all_heads"):
-            norm = EachHeadNorm if kind == "each_head" else AllHeadsNorm
-            return norm(num_heads, size, eps, context=self.context, dtype=self.dtype)
+        if kind == "all_heads":
+            return AllHeadsNorm(num_heads, size, eps, context=self.context, dtype=self.dtype)
+        if kind in ("each_head", "heads_apart"):
+            apart = kind == "heads_apart"
+            return EachHeadNorm(num_heads, size, eps, context=self.context, dtype=self.dtype, apart=apart)
         return None if kind is None else self._rms_norm(size)
 
     def _rms_norm(self, size: int, *, sums: bool = False, scales: bool = False) -> RMSNorm:

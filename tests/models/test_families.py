@@ -15,7 +15,8 @@ from raylm.errors import ConfigError
 from raylm.layers.alibi import alibi_slopes
 from raylm.models import families, registry
 from raylm.models.families import baichuan
-from tests.models.paged import PagedRun, generate, load
+from raylm.parallel.context import ParallelContext
+from tests.models.paged import CPU, PagedRun, generate, load
 from tests.support import checkpoints
 
 LLAMA3 = {
@@ -84,6 +85,7 @@ CASES = {
     "stablelm": ("stablelm", {}),
     "stablelm with biases": ("stablelm", {"use_qkv_bias": True}),
     "stablelm side by side": ("stablelm", {"use_parallel_residual": True}),
+    "stablelm with normed heads": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "olmo2": ("olmo2", {}),
     "olmo2 with one kv head": ("olmo2", {"num_key_value_heads": 1}),
     "olmo3": ("olmo3", {}),
@@ -334,6 +336,18 @@ def test_smollm2_equals_transformers() -> None:
             expected = model(torch.tensor([text[:-1]])).logits[0]
         torch.testing.assert_close(logits[name], expected, atol=2e-2, rtol=1e-3)
         assert text[len(prompts[name]) :] == expected.argmax(-1)[len(prompts[name]) - 1 :].tolist()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_the_norms_of_its_own_heads(rank: int, tmp_path: Path) -> None:
+    folder = checkpoints.stablelm(tmp_path, qk_layernorm=True)
+    stored = load_file(folder / "model.safetensors")
+    layer = load(folder, context=ParallelContext(rank, rank, 2, 0, 1, CPU)).layers["1"].self_attn
+    for part, heads in (("q", layer.q_norm), ("k", layer.k_norm)):
+        count = len(heads.weight)
+        name = f"model.layers.1.self_attn.{part}_layernorm.norms"
+        own = [stored[f"{name}.{head}.weight"] for head in range(rank * count, (rank + 1) * count)]
+        assert torch.equal(heads.weight, torch.stack(own))
 
 
 def test_every_file_of_a_family_is_registered() -> None:
