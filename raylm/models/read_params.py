@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from raylm.models.fields import Fields
@@ -24,6 +25,9 @@ _NAMES = {
     "model_max_length": "max_position_embeddings",
 }
 """Keys of params.json -> fields of config.json."""
+_MOE = "moe"
+_EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+"""Keys of its section for experts."""
 _WITHOUT_EFFECT = ("causal", "model_type", "dtype", "use_cache", "use_biases")
 _USUAL_LENGTH = 32768
 """Older files name no length; Mistral's models of that time were trained for this one."""
@@ -32,16 +36,26 @@ _BOS, _EOS = 1, 2
 
 
 def params_as_config(path: Path) -> dict[str, object]:
-    """The fields of a MistralForCausalLM. Raises ConfigError for a key that says the model is another."""
+    """The fields of a MistralForCausalLM, or with experts of a MixtralForCausalLM. Raises ConfigError for a key that
+    says the model is another."""
     values = read_json(path)
     fields = Fields(values, str(path))
-    for name, value in values.items():
-        if name not in _NAMES and name not in _WITHOUT_EFFECT and value not in (None, False):
-            raise fields.error(name, value, f"no such key; known: {', '.join((*_NAMES, *_WITHOUT_EFFECT))}")
+    _check_names(fields, values, (*_NAMES, _MOE, *_WITHOUT_EFFECT))
     if fields.get("use_biases"):
         raise fields.error("use_biases", True, "false")
     # Layers see all tokens where the window is null or not there.
     found: dict[str, object] = {"sliding_window": None, "max_position_embeddings": _USUAL_LENGTH}
     found |= {_NAMES[name]: value for name, value in values.items() if name in _NAMES and value is not None}
-    own = {"architectures": ["MistralForCausalLM"], "bos_token_id": _BOS, "eos_token_id": _EOS, "dtype": "bfloat16"}
+    architecture = "MistralForCausalLM"
+    if values.get(_MOE):
+        architecture, experts = "MixtralForCausalLM", fields.section(_MOE)
+        _check_names(experts, values[_MOE], tuple(_EXPERTS))
+        found |= {own: experts.integer(name) for name, own in _EXPERTS.items()}
+    own = {"architectures": [architecture], "bos_token_id": _BOS, "eos_token_id": _EOS, "dtype": "bfloat16"}
     return {**found, **own}
+
+
+def _check_names(fields: Fields, values: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for name, value in values.items():
+        if name not in known and value not in (None, False):
+            raise fields.error(name, value, f"no such key; known: {', '.join(known)}")

@@ -43,6 +43,7 @@ NATIVE = {
     "self_attn.k_proj": "attention.wk",
     "self_attn.v_proj": "attention.wv",
     "self_attn.o_proj": "attention.wo",
+    "block_sparse_moe": "feed_forward",
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
@@ -164,6 +165,15 @@ def test_mistral_s_own_format_gives_the_same_model(original: Path, tmp_path: Pat
     assert same(original, tmp_path) and same(original, tmp_path, "mistral")
 
 
+def test_mistral_s_own_format_of_a_mixtral(tmp_path: Path):
+    original = checkpoints.FAMILIES["mixtral"](tmp_path / "original")
+    save_file(native_tensors(original), tmp_path / "consolidated.safetensors")
+    params = PARAMS | {"rope_theta": 1e6, "norm_eps": 1e-5, "moe": {"num_experts": 6, "num_experts_per_tok": 2}}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    assert ArchConfig.from_source(locate(str(tmp_path))).architecture == "MixtralForCausalLM"
+    assert same(original, tmp_path)
+
+
 def test_mistral_s_weights_beside_config_json(original: Path, copied: Path):
     save_file(native_tensors(original), copied / "consolidated.safetensors")
     assert same(original, copied, "mistral")
@@ -172,7 +182,10 @@ def test_mistral_s_weights_beside_config_json(original: Path, copied: Path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"moe": {"num_experts": 8}}, r"moe is \{'num_experts': 8\}; allowed: no such key; known: dim, n_layers"),
+        ({"mamba": {"size": 8}}, r"mamba is \{'size': 8\}; allowed: no such key; known: dim, n_layers"),
+        ({"moe": {"num_experts": 8}}, "moe: num_experts_per_tok is missing"),
+        ({"moe": {"num_experts": 8, "shared": 1}}, "moe: shared is 1; allowed: no such key; known: num_experts, num"),
+        ({"moe": [8, 2]}, r"moe is \[8, 2\]; allowed: a mapping"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "quantization is "),
         ({"yarn": {"factor": 8}}, "yarn is "),
         ({"use_biases": True}, "use_biases is True; allowed: false"),
