@@ -75,11 +75,13 @@ NAMES: dict[str, Renamed] = {
     "default_chat_template_kwargs": Renamed("chat_template_kwargs"),
     "trust_request_chat_template": Renamed("chat_allow_request_templates", is_flag=True),
     "generation_config": Renamed("generation_defaults", note="`auto` is `model`, `vllm` is `neutral`"),
-    "override_generation_config": Renamed("sampling"),
+    "override_generation_config": Renamed(
+        "sampling", note="by this name in `raylm bench` too, where `--sampling` is of requests"
+    ),
     "spec_method": Renamed("speculation_method"),
     "spec_model": Renamed("speculation_model"),
     "spec_tokens": Renamed("speculation_num_drafts"),
-    "speculative_model": Renamed("speculation_model"),
+    "speculative_model": Renamed("speculation_model", note="`--speculation-method draft_model` goes with it"),
     "num_speculative_tokens": Renamed("speculation_num_drafts"),
     "safetensors_load_strategy": Renamed("load_format", lambda value: "auto", "files are read as fits them"),
 }

@@ -14,8 +14,10 @@ Options = dict[str, object]
 
 def _drafts_by_a_model(options: Options, value: Mapping[str, object]) -> Options:
     """vLLM takes a model without a method as one that drafts, and one bound of n for both."""
-    if "speculation_model" in options:
-        options.setdefault("speculation_method", "draft_model")
+    if "speculation_method" not in options:
+        if options and "speculation_model" not in options:
+            raise ValueError("needs a method or a model")
+        options |= {"speculation_method": "draft_model"} if options else {}
     bounds = ("speculation_min_n", "speculation_max_n")
     given = [options[bound] for bound in bounds if bound in options]
     return {**options, **dict.fromkeys(bounds, given[0])} if len(given) == 1 else options
@@ -27,7 +29,7 @@ def _published(options: Options, value: Mapping[str, object]) -> Options:
     if publisher not in ("zmq", "null"):
         raise ValueError(f"has the publisher {publisher!r}; allowed: zmq, null")
     if not value.get("enable_kv_cache_events") or publisher == "null":
-        return {}
+        return {"kv_events_endpoint": None}
     return {"kv_events_endpoint": "tcp://*:5557", **options}
 
 
@@ -39,17 +41,20 @@ class ObjectOption(NamedTuple):
     anyway: dict[str, str]
     """Field -> why it changes nothing by itself."""
     complete: Callable[[Options, Mapping[str, object]], Options]
-    """Adds to the options found what vLLM takes a field for that is not there."""
+    """Adds vLLM's defaults for missing fields, of which it gets the object."""
 
     def options(self, value: object) -> Options:
         """The options that the object says. Raises ValueError, whose text follows the option's name."""
+        if value is None:
+            return {}
         if not isinstance(value, dict):
             raise ValueError(f"must be a JSON object, got {value!r}")
-        for field in value:
+        given = {field: own for field, own in value.items() if own is not None}
+        for field in given:
             if field not in self.fields and field not in self.anyway:
                 allowed = ", ".join([*self.fields, *self.anyway])
                 raise ValueError(f"has the field {field!r}, which raylm has not; allowed: {allowed}")
-        return self.complete({self.fields[key]: own for key, own in value.items() if key in self.fields}, value)
+        return self.complete({self.fields[key]: own for key, own in given.items() if key in self.fields}, given)
 
 
 OBJECTS: dict[str, ObjectOption] = {

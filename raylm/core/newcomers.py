@@ -6,8 +6,8 @@ from raylm.core.request import Request
 
 
 class Newcomers:
-    """How many requests of the queue have not begun, and how many more their caller has announced; preempted ones are
-    none of them."""
+    """How many requests of the queue have not begun, and how many more their caller has announced. Preempted requests
+    do not count."""
 
     def __init__(self) -> None:
         self.num = 0

@@ -233,6 +233,7 @@ class Scheduler:
         if self._schedule_running(Turn.PROMPTS if alone else Turn.EVERYBODY, builder):
             self._admit(builder)
         if not builder.rows and (alone or self._num_stages > 1):
+            # With one stage that is everybody.
             self._schedule_running(Turn.EARLY, builder)
         if not builder.rows and not self._in_flight and self._unblock(builder):
             self._admit(builder)
@@ -315,8 +316,9 @@ class Scheduler:
         return not preempted
 
     def _grow(self, request: Request, builder: PlanBuilder) -> bool:
-        """A block more for a request that just decodes; False where it does not, or that is not so simple."""
-        if request.horizon != request.num_slots:
+        """A block more for a request that just decodes and wants another token; False where it does not (one that has
+        given way has no horizon), or that is not so simple."""
+        if not 0 < request.horizon == request.num_slots < request.max_len - 1:
             return False
         added = self._cache.append_block(request)
         if added is None:
@@ -581,9 +583,12 @@ class Scheduler:
         """Whether running requests leave the next step to prompts, which fill it. Where all that wait find a row and
         blocks, as many steps follow the prompts whether others decode meanwhile or not, and there a decode costs less.
         Where some must wait for a row, the sooner others end the better."""
-        new = self._newcomers
+        new, cache = self._newcomers, self._cache
+        num_waiting = len(self._requests) - len(self._running) + new.num_to_come
         return (
             self._pacer.fills_step(new.tokens_of(budget.of_one))
-            and len(self._policy) + new.num_to_come <= self._rows.num_free
-            and new.num_tokens + new.tokens_to_come <= self._cache.num_free * self._cache.block_size
+            # Nobody is held, nor was preempted: those who wait are newcomers that can begin.
+            and len(self._policy) == new.num
+            and num_waiting <= self._rows.num_free
+            and new.num_tokens + new.tokens_to_come <= cache.num_free // len(cache.layout.windows) * cache.block_size
         )

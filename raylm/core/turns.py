@@ -14,12 +14,12 @@ class Turn(Enum):
     """Who is to be in a plan."""
 
     EVERYBODY = auto()
-    """Whoever has its turn."""
+    """All requests whose turn it is."""
     EARLY = auto()
-    """Those as well whose last token is still on its way: with pipeline stages the first stage waits for it, which is
-    better than a stage without a plan."""
+    """All requests, even if their last token is still on its way: with pipeline stages the first stage waits for it,
+    which is better than a stage without a plan."""
     PROMPTS = auto()
-    """Prompts alone."""
+    """Only requests with more than one token to compute."""
 
 
 def take_turn(running: list[Request], number: int, num_stages: int, turn: Turn) -> list[Request]:

@@ -32,8 +32,9 @@ class Feeder:
         self._limits = engine.limits
         self._todo: deque[Group] = deque()
         self._num_todo = 0
-        """Sequences of the groups that wait here, and tokens of their prompts."""
+        """Sequences of the groups that wait here."""
         self._num_tokens = 0
+        """Tokens of their prompts."""
 
     @property
     def is_empty(self) -> bool:
@@ -58,6 +59,7 @@ class Feeder:
         for group in [group for group in self._todo if request_id in group.ids]:
             self._todo.remove(group)
             self._count(group, -1)
+        self._engine.announce(self._num_todo, self._num_tokens)
 
     def _count(self, group: Group, sign: int) -> None:
         self._num_todo += sign * len(group.ids)

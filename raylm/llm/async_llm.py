@@ -38,7 +38,7 @@ class AsyncLLM:
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False
-        garbage.set_apart()
+        self._garbage = garbage.SetApart()
 
     @property
     def config(self) -> EngineConfig:
@@ -127,7 +127,7 @@ class AsyncLLM:
             self._is_closed = True
             self._client.close()
             self._inputs.close()
-            garbage.take_back()
+            self._garbage.take_back()
 
     async def _run(
         self, wanted: Input, request_id: str | None, options: RequestOptions | None

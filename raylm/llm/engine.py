@@ -53,7 +53,7 @@ class LLMEngine:
         self._feeder = Feeder(engine)
         self._live: dict[str, dict[str, GrowingOutput]] = {}
         """Request -> the engine's name of a sequence -> the sequence, of those that have not ended."""
-        garbage.set_apart()
+        self._garbage = garbage.SetApart()
 
     @property
     def info(self) -> ModelInfo:
@@ -141,7 +141,7 @@ class LLMEngine:
         """Give back the model's memory."""
         self.engine.shutdown()
         self.inputs.close()
-        garbage.take_back()
+        self._garbage.take_back()
 
     def _take(self, delta: TokenDelta, now: float) -> GrowingOutput | None:
         request_id = _request_of(delta.request_id)

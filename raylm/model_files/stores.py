@@ -109,7 +109,7 @@ def _state_of(url: str, field: str) -> StoreFolder:
         fs.invalidate_cache()
         objects: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):
-            # What is refused is no empty folder.
+            # A listing that is refused must raise, and not look like an empty folder.
             objects = fs.find(root, maxdepth=2, detail=True, on_error="raise")
     digest, files = sha256(url.encode()), []
     for key, about in sorted(objects.items()):

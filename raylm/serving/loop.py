@@ -43,12 +43,13 @@ class LoopWatch:
 
     async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
         # To search Ray's and Serve's objects takes 0.1 s, in which the loop stands still.
-        garbage.set_apart()
+        held = garbage.SetApart()
         observer = asyncio.create_task(self._observe())
         try:
             await self._app(scope, receive, send)
         finally:
             observer.cancel()
+            held.take_back()
 
     async def _observe(self) -> None:
         while True:

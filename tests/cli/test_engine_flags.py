@@ -84,7 +84,18 @@ def test_vllm_s_object_of_kv_events():
     own = {"enable_kv_cache_events": True, "endpoint": "tcp://*:7000"}
     assert engine_sections({"kv_events_config": own}, source="test") == {"kv_events": {"endpoint": "tcp://*:7000"}}
     for off in ({"endpoint": "tcp://*:7000"}, {"enable_kv_cache_events": True, "publisher": "null"}):
-        assert engine_sections({"kv_events_config": off}, source="test") == {}
+        assert engine_sections({"kv_events_config": off}, source="test") == {"kv_events": {"endpoint": None}}
+    bare = {"enable_kv_cache_events": True, "publisher": None, "topic": None}
+    assert engine_sections({"kv_events_config": bare}, source="test") == {"kv_events": {"endpoint": "tcp://*:5557"}}
+
+
+def test_objects_without_a_value_say_nothing():
+    for name in OBJECTS:
+        assert engine_sections({name: None}, source="test") == {}
+    said = {"model": "small", "method": None, "prompt_lookup_min": None}
+    assert engine_sections({"speculative_config": said}, source="test") == {
+        "speculation": {"model": "small", "method": "draft_model"}
+    }
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,7 @@ def test_vllm_s_object_of_kv_events():
     [
         ("speculative_config", {"method": "ngram", "quantization": "fp8"}, "has the field 'quantization', which raylm"),
         ("speculative_config", "ngram", "speculative_config must be a JSON object, got 'ngram'"),
+        ("speculative_config", {"num_speculative_tokens": 3}, "speculative_config needs a method or a model"),
         ("kv_events_config", {"publisher": "nats"}, "has the publisher 'nats'; allowed: zmq, null"),
     ],
 )

@@ -81,32 +81,6 @@ def test_prompts_beside_a_running_request_get_a_chunk_or_a_quarter_for_each_that
     assert [_computed(engine, executor) for _ in tokens] == tokens
 
 
-@pytest.mark.parametrize(
-    ("blocks", "settings", "tokens"),
-    [
-        # At the end what is left of the prompts is less than a step.
-        pytest.param(1000, {}, [0, 0, 1], id="they fill steps"),
-        pytest.param(1000, {"budget": 300}, [1, 1, 1], id="they fill no step"),
-        pytest.param(210, {}, [1, 1, 1], id="not all of them find blocks"),
-        pytest.param(1000, {"max_num_seqs": 4}, [1, 1, 1], id="not all of them find rows"),
-        pytest.param(1000, {"prefill_chunk": 200}, [1, 1, 1], id="a chunk protects decodes"),
-        pytest.param(1000, {"target_itl_ms": 1000.0}, [1, 1, 1], id="a target protects decodes"),
-        pytest.param(1000, {"num_stages": 2, "window": 2}, [1, 0, 0, 1], id="on two stages, a step behind"),
-    ],
-)
-def test_prompts_that_fill_steps_come_before_decodes_that_nothing_protects(blocks, settings, tokens):
-    executor = FakeExecutor(num_blocks=blocks, block_size=1, max_model_len=200)
-    engine = make_engine(executor, **{"budget": 100, "max_num_seqs": 8, **settings})
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    engine.add(["runs"], [1, 2], params)
-    engine.step()
-    for index in range(4):
-        engine.add([str(index)], [index + 3] * 65, params)
-    steps = [engine.step() for _ in tokens]
-    assert [sum(delta.request_id == "runs" for delta in deltas) for deltas in steps] == tokens
-    assert list(run_to_end(engine).reasons.values()) == ["length"] * 5
-
-
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=1), SamplingParams(max_tokens=9, ignore_eos=True)])
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_prompt_behind_requests_that_have_ended_takes_the_whole_step(params, window):

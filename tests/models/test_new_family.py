@@ -61,6 +61,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     registry.families.cache_clear()
     sys.modules.pop("raylm.models.families.newcomer", None)
+    vars(families).pop("newcomer", None)
 
 
 @pytest.mark.usefixtures("newcomer")

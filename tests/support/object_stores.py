@@ -86,10 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
             end = min(int(last) + 1 if last else len(body), len(body))
             headers["Content_Range"] = f"bytes {first}-{end - 1}/{len(body)}"
             body, status = body[int(first) : end], 206
-        cut, self.server.breaks_after = self.server.breaks_after, None
+        cut = self.server.breaks_after
         if cut is None or self.command == "HEAD":
             self.answer(status, body, "application/octet-stream", **headers)
             return
+        self.server.breaks_after = None
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
