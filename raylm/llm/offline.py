@@ -100,7 +100,8 @@ class LLM:
         each = self._params_list(params, sampling_params, len(batch))
         wanted = []
         with _naming("prompts", len(batch)) as at:
-            for at.index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
+            for index, (prompt, own) in enumerate(zip(batch, each, strict=True)):
+                at.index = index
                 wanted.append(self._core.inputs.prompt(prompt, own, add_special_tokens=add_special_tokens))
         return self._run("prompts", wanted, truncate_prompt_tokens, progress=progress and use_tqdm)
 
@@ -129,7 +130,8 @@ class LLM:
         use = read_tools(tools, tool_choice, None)
         wanted = []
         with _naming("conversations", len(conversations)) as at:
-            for at.index, (conversation, own) in enumerate(zip(conversations, each, strict=True)):
+            for index, (conversation, own) in enumerate(zip(conversations, each, strict=True)):
+                at.index = index
                 wanted.append(
                     self._core.inputs.conversation(
                         conversation, own, use, options, add_special_tokens=add_special_tokens
@@ -185,7 +187,8 @@ class LLM:
         ready = {key: inputs.ready(one) for key, one in {id(each.params): each.params for each in wanted}.items()}
         wanted = [each._replace(params=ready[id(each.params)]) for each in wanted]
         with _naming(kind, len(wanted)) as at:
-            for at.index, each in enumerate(wanted):
+            for index, each in enumerate(wanted):
+                at.index = index
                 inputs.truncate(each, truncate, max_model_len=self.info.max_model_len)
                 self._engine.check_request(each.completion.prompt_token_ids, each.params)
         ids = [str(next(self._count)) for _ in wanted]
