@@ -1,35 +1,38 @@
-"""Python's search for garbage in cycles, kept out of the steps of an engine."""
+"""Python's garbage collector, kept out of the steps of an engine."""
 
 from __future__ import annotations
 
 import gc
-from typing import ClassVar
 
-_RARELY = (20_000, 50, 50)
-"""Objects that must have come since the last search, and searches of the young before one of the older. A step of a
-thousand rows makes thousands of objects that live until the next one. By Python's own numbers, 700 and 10, these grow
-old meanwhile, and every hundredth step or so waits 60 ms for a search of all that lives."""
+_THRESHOLDS = (20_000, 50, 50)
+"""A step of a thousand rows makes thousands of objects that live until the next step. At Python's own thresholds, 700
+and 10, these objects reach the oldest generation, and every hundredth step or so waits 60 ms for a full collection."""
 
 
 class SetApart:
-    """From here on what lives now is never searched, and the rest rarely: until the last of these is taken back, as
-    there may be several models in a process."""
-
-    _held: ClassVar[list[SetApart]] = []
-    _before: ClassVar[tuple[int, int, int]]
-
-    def __init__(self) -> None:
-        if not self._held:
-            SetApart._before = gc.get_threshold()
-        self._held.append(self)
-        gc.freeze()
-        gc.set_threshold(*_RARELY)
+    """What set_apart() has done for one model or server."""
 
     def take_back(self) -> None:
-        """What was set apart is searched again, as often as before. May be called twice."""
-        if self not in self._held:
+        """When nobody else in the process has set objects apart: collect all of them again, at the thresholds of
+        before. May be called twice."""
+        if self not in _HELD:
             return
-        self._held.remove(self)
-        if not self._held:
+        before = _HELD.pop(self)
+        if not _HELD:
             gc.unfreeze()
-            gc.set_threshold(*self._before)
+            gc.set_threshold(*before)
+
+
+_HELD: dict[SetApart, tuple[int, int, int]] = {}
+"""Not taken back yet -> the thresholds before the first of them."""
+
+
+def set_apart() -> SetApart:
+    """Keep the objects that exist now out of all collections (gc.freeze), and collect the others rarely. The collector
+    belongs to the process, and so does this."""
+    before = next(iter(_HELD.values()), gc.get_threshold())
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
+    made = SetApart()
+    _HELD[made] = before
+    return made

@@ -65,7 +65,7 @@ class ShardStage:
         self._folder.note_life(max_lives)
         self._keep_order = keep_order
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
-        garbage.SetApart()
+        garbage.set_apart()
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         shards = [msgspec.json.decode(data, type=Shard) for data in batch["shard"]]
@@ -85,7 +85,7 @@ class RowStage:
     def __init__(self, *, config: EngineConfig, max_tokens: int) -> None:
         log.configure(form=config.runtime.log_format)
         self._answerer = Answerer(config, open_engine(config), max_tokens=max_tokens)
-        garbage.SetApart()
+        garbage.set_apart()
 
     async def __call__(self, table: pa.Table) -> pa.Table:
         if taken := [name for name in ANSWER_COLUMNS if name in table.column_names]:

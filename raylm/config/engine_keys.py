@@ -82,7 +82,8 @@ def engine_sections(given: Mapping[str, Any], *, source: str) -> Sections:
 
 
 def _named_here(name: str, value: Any) -> Options:
-    """An option that vLLM may have named, by the names of here. Raises ValueError, whose text follows the name."""
+    """An option under raylm's or vLLM's name -> the options of here that it sets. Raises ValueError, whose text follows
+    the name."""
     if name in ANYWAY:
         return {}
     if name in OBJECTS:

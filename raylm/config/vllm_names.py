@@ -76,12 +76,12 @@ NAMES: dict[str, Renamed] = {
     "trust_request_chat_template": Renamed("chat_allow_request_templates", is_flag=True),
     "generation_config": Renamed("generation_defaults", note="`auto` is `model`, `vllm` is `neutral`"),
     "override_generation_config": Renamed(
-        "sampling", note="by this name in `raylm bench` too, where `--sampling` is of requests"
+        "sampling", note="in `raylm bench`, whose own `--sampling` is for requests, under vLLM's name alone"
     ),
     "spec_method": Renamed("speculation_method"),
     "spec_model": Renamed("speculation_model"),
     "spec_tokens": Renamed("speculation_num_drafts"),
-    "speculative_model": Renamed("speculation_model", note="`--speculation-method draft_model` goes with it"),
+    "speculative_model": Renamed("speculation_model", note="give `--speculation-method draft_model` too"),
     "num_speculative_tokens": Renamed("speculation_num_drafts"),
     "safetensors_load_strategy": Renamed("load_format", lambda value: "auto", "files are read as fits them"),
 }

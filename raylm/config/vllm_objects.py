@@ -13,18 +13,20 @@ Options = dict[str, object]
 
 
 def _drafts_by_a_model(options: Options, value: Mapping[str, object]) -> Options:
-    """vLLM takes a model without a method as one that drafts, and one bound of n for both."""
+    """In vLLM a model without a method is a draft model, and one of the two bounds of n holds for both."""
+    if not options:
+        return options
     if "speculation_method" not in options:
-        if options and "speculation_model" not in options:
+        if "speculation_model" not in options:
             raise ValueError("needs a method or a model")
-        options |= {"speculation_method": "draft_model"} if options else {}
+        options = {"speculation_method": "draft_model", **options}
     bounds = ("speculation_min_n", "speculation_max_n")
     given = [options[bound] for bound in bounds if bound in options]
     return {**options, **dict.fromkeys(bounds, given[0])} if len(given) == 1 else options
 
 
 def _published(options: Options, value: Mapping[str, object]) -> Options:
-    """Events are off unless the object says otherwise, and have vLLM's port where it names none."""
+    """In vLLM events are off unless the object switches them on, and their port is 5557."""
     publisher = value.get("publisher", "zmq")
     if publisher not in ("zmq", "null"):
         raise ValueError(f"has the publisher {publisher!r}; allowed: zmq, null")
@@ -41,10 +43,10 @@ class ObjectOption(NamedTuple):
     anyway: dict[str, str]
     """Field -> why it changes nothing by itself."""
     complete: Callable[[Options, Mapping[str, object]], Options]
-    """Adds vLLM's defaults for missing fields, of which it gets the object."""
+    """Adds vLLM's defaults; it is given the options found and the object."""
 
     def options(self, value: object) -> Options:
-        """The options that the object says. Raises ValueError, whose text follows the option's name."""
+        """What the object sets, by options of here. Raises ValueError, whose text follows the option's name."""
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -66,7 +68,7 @@ OBJECTS: dict[str, ObjectOption] = {
             "prompt_lookup_min": "speculation_min_n",
             "prompt_lookup_max": "speculation_max_n",
         },
-        {"draft_tensor_parallel_size": "what drafts is split as the model is"},
+        {"draft_tensor_parallel_size": "a draft model is split over ranks as the model is"},
         _drafts_by_a_model,
     ),
     "kv_events_config": ObjectOption(

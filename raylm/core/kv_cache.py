@@ -143,8 +143,9 @@ class KVCacheManager:
         return copies
 
     def append_block(self, request: Request) -> NewBlocks | None:
-        """Make room for the next token of a request whose blocks are full, and say it as a plan does: allocate() in the
-        case that a decode step may have a thousand times, in a third of its time. None where that is another case."""
+        """Give a request whose blocks are full one more, and say it as a plan does: what allocate() does for a plain
+        decode, in a third of its time, as a step may do it a thousand times. None where allocate() must do it: with
+        several cache groups or a window, after a fork, and without a free block."""
         if len(self._groups) > 1 or self._sliding or request.is_fork or not self._pool.num_free:
             return None
         blocks, added = request.block_ids[0], self._pool.take(1)

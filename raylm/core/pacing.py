@@ -148,7 +148,7 @@ class PrefillPacer:
         return PrefillBudget(tokens, of_one)
 
     def fills_step(self, tokens: int) -> bool:
-        """Whether new prompts of so many tokens are a whole step, and nothing protects running requests from them."""
+        """Whether prompts of so many tokens fill a step, and neither prefill_chunk nor target_itl_ms limits them."""
         return tokens >= self._full and not self._protects_decodes
 
     def _tokens(self, num_decodes: int, num_waiting: int) -> int:

@@ -316,15 +316,15 @@ class Scheduler:
         return not preempted
 
     def _grow(self, request: Request, builder: PlanBuilder) -> bool:
-        """A block more for a request that just decodes and wants another token; False where it does not (one that has
-        given way has no horizon), or that is not so simple."""
+        """Give a decoding request that wants another token its next block. False where allocate() must do it, and for a
+        request that has given way (its horizon is 0) or has all its tokens on their way."""
         if not 0 < request.horizon == request.num_slots < request.max_len - 1:
             return False
         added = self._cache.append_block(request)
         if added is None:
             return False
         builder.new_blocks.append(added)
-        request.horizon = min(request.num_slots, request.max_len - 1)
+        request.set_horizon()
         return True
 
     def _proposals(self, turn: list[Request]) -> dict[Request, Proposal]:
@@ -462,8 +462,8 @@ class Scheduler:
             self._to_fork.append(request)
 
     def _store_some(self) -> None:
-        """Let blocks that decodes have filled be found: of each row once in as many steps as a block has tokens, since
-        rows that began together fill their blocks in the same step."""
+        """Let others find the blocks that decodes have filled. With blocks of 16 tokens each step hashes those of every
+        sixteenth row: rows that began together fill their blocks in the same step, which would be long."""
         for request in self._rows.every(self._cache.block_size, self._step):
             self._cache.store_full(request)
 
@@ -580,9 +580,9 @@ class Scheduler:
         )
 
     def _prompts_alone(self, budget: PrefillBudget) -> bool:
-        """Whether running requests leave the next step to prompts, which fill it. Where all that wait find a row and
-        blocks, as many steps follow the prompts whether others decode meanwhile or not, and there a decode costs less.
-        Where some must wait for a row, the sooner others end the better."""
+        """Whether the next step computes prompts alone, which fill it, and running requests wait. The request that
+        begins last says how many decode steps follow the prompts. A decode costs less there than in a full step, so
+        none is made before, unless some request waits for another one to end."""
         new, cache = self._newcomers, self._cache
         num_waiting = len(self._requests) - len(self._running) + new.num_to_come
         return (

@@ -81,7 +81,7 @@ class EngineActor:
         self._executor = ray_executor(followed(config), group=group, resources=resources, peers=peers)
         self._engine = engine_over(self._executor)
         self._server = EngineServer(self._engine, host=host, publisher=_publisher(config, self._engine.info))
-        garbage.SetApart()
+        garbage.set_apart()
         self._error: str | None = None
         self._thread = threading.Thread(target=self._run, name="raylm-engine", daemon=True)
         self._thread.start()

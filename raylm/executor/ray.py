@@ -121,7 +121,7 @@ class WorkerActor:
 
     def serve_steps(self, address: StepAddress, answers: bool) -> None:
         """Run plans until the channel closes. A failure goes to the engine and ends the worker."""
-        garbage.SetApart()
+        garbage.set_apart()
         channel = PlanReceiver(address, answers=answers)
         try:
             serve(channel, self._worker.submit, self._worker.control)

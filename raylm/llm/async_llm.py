@@ -38,7 +38,7 @@ class AsyncLLM:
         self._client = LocalClient(self._engine, holds=False)
         self._live: dict[str, Sequences] = {}
         self._is_closed = False
-        self._garbage = garbage.SetApart()
+        self._garbage = garbage.set_apart()
 
     @property
     def config(self) -> EngineConfig:
@@ -69,8 +69,7 @@ class AsyncLLM:
         is made up where none is given. sampling_params is vLLM's name of params. Raises RequestRejected,
         EngineDeadError.
         """
-        check_one_name(params, sampling_params)
-        params = params or sampling_params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
+        params = self._either(params, sampling_params)
         wanted = await asyncio.to_thread(self._inputs.prompt, prompt, params, add_special_tokens=add_special_tokens)
         async with aclosing(self._run(wanted, request_id, options)) as completions:
             async for completion in completions:
@@ -89,8 +88,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
     ) -> AsyncGenerator[Completion, None]:
         """Answer a conversation, as LLM.chat does; the rest is as in `generate`."""
-        check_one_name(params, sampling_params)
-        params = params or sampling_params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
+        params = self._either(params, sampling_params)
         use = read_tools(tools, tool_choice, None)
         wanted = await asyncio.to_thread(self._inputs.conversation, messages, params, use, chat_options)
         async with aclosing(self._run(wanted, request_id, options)) as completions:
@@ -128,6 +126,11 @@ class AsyncLLM:
             self._client.close()
             self._inputs.close()
             self._garbage.take_back()
+
+    def _either(self, params: SamplingParams | None, sampling_params: SamplingParams | None) -> SamplingParams:
+        """What was given under one of the argument's two names, or the default."""
+        check_one_name(params, sampling_params)
+        return params or sampling_params or self.params(max_tokens=DEFAULT_MAX_TOKENS)
 
     async def _run(
         self, wanted: Input, request_id: str | None, options: RequestOptions | None

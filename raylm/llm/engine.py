@@ -53,7 +53,7 @@ class LLMEngine:
         self._feeder = Feeder(engine)
         self._live: dict[str, dict[str, GrowingOutput]] = {}
         """Request -> the engine's name of a sequence -> the sequence, of those that have not ended."""
-        self._garbage = garbage.SetApart()
+        self._garbage = garbage.set_apart()
 
     @property
     def info(self) -> ModelInfo:

@@ -42,8 +42,8 @@ class LoopWatch:
             await self._app(scope, receive, send)
 
     async def _observed(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # To search Ray's and Serve's objects takes 0.1 s, in which the loop stands still.
-        held = garbage.SetApart()
+        # A collection that goes through Ray's and Serve's objects takes 0.1 s, in which the loop stands still.
+        held = garbage.set_apart()
         observer = asyncio.create_task(self._observe())
         try:
             await self._app(scope, receive, send)

@@ -25,7 +25,7 @@ def table() -> str:
     for name, option in OBJECTS.items():
         fields = [f"`{field}` is `{_flag(key)}`" for field, key in option.fields.items()]
         fields += [f"`{field}`: {reason}" for field, reason in option.anyway.items()]
-        rows[_flag(name)] = f"an object, of which {'; '.join(fields)}"
+        rows[_flag(name)] = f"a JSON object: {'; '.join(fields)}"
     rows |= {_flag(name): f"changes nothing: {reason}" for name, reason in ANYWAY.items()}
     rows |= {_flag(name): f"refused: {reason}" for name, reason in REFUSED.items()}
     lines = [f"| `{name}` | {rows[name]} |" for name in sorted(rows)]

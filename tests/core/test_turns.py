@@ -50,7 +50,7 @@ def test_prompts_leave_decodes_their_place_where_some_that_wait_cannot_begin(why
         names = [f"{index}.{number}" for number in range(samples)]
         engine.add(names, [index + 3] * 65, params if samples == 1 else replace(params, n=samples))
     if why == "one waits for its grammar":
-        (last,) = [scheduler._requests["3.0"]]
+        last = scheduler._requests["3.0"]
         scheduler._policy.remove(last)
         scheduler._hold(last)
     assert "runs" in [delta.request_id for delta in engine.step()]

@@ -1,4 +1,4 @@
-"""No search for garbage goes through more than the young while an engine steps."""
+"""While an engine steps, the garbage collector looks at the youngest generation alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYTHONS = (700, 10, 10)
 def nothing_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process without a model."""
     before = gc.get_threshold()
-    monkeypatch.setattr(garbage.SetApart, "_held", [])
+    monkeypatch.setattr(garbage, "_HELD", {})
     gc.set_threshold(*PYTHONS)
     gc.collect()
     yield
@@ -27,19 +27,19 @@ def nothing_apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_apart")
-def test_steps_of_many_rows_bring_no_search_of_more_than_the_young() -> None:
+def test_steps_of_many_rows_collect_the_youngest_generation_alone() -> None:
     engine = make_engine(FakeExecutor(num_blocks=4000, max_model_len=100), budget=1024, max_num_seqs=256)
-    first, second = garbage.SetApart(), garbage.SetApart()
+    first, second = garbage.set_apart(), garbage.set_apart()
     first.take_back()
     first.take_back()
-    assert set(_searches(engine)) <= {0}, "of two models one is still there"
+    assert set(_collections(engine)) <= {0}, "one of two models is still there"
     second.take_back()
     assert gc.get_threshold() == PYTHONS
-    assert 1 in _searches(engine), "by Python's own numbers there are"
+    assert 1 in _collections(engine), "Python's own thresholds collect others"
 
 
-def _searches(engine) -> list[int]:
-    """The generations that were searched while 256 requests got 50 tokens each."""
+def _collections(engine) -> list[int]:
+    """The generations that were collected while 256 requests got 50 tokens each."""
     found = []
 
     def note(phase: str, info: dict[str, int]) -> None:
