@@ -44,10 +44,17 @@ class RopeSettings:
     """Of cosines and sines: so scores grow by its square."""
     short_attention_factor: float | None = None
     """longrope: the one that goes with short_factors, where it is another."""
+    query_beta: float = 0.0
+    """A rotated query at position p is multiplied by 1 + query_beta * log(1 + floor(p / original_max_position)): so
+    attention stays sharp among many keys (Llama 4, Ministral 3)."""
 
     def size(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def stretches_queries(self, max_position: int) -> bool:
+        """Whether any query of a sequence of at most `max_position` tokens is multiplied by more than 1."""
+        return self.query_beta > 0 and max_position > self.original_max_position
 
     def reach(self, max_position: int) -> int:
         """Tokens of a sequence at most; `max_position` is what the model says, perhaps from before it was stretched."""

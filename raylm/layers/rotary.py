@@ -49,6 +49,12 @@ def rotary_table(settings: RopeSettings, *, head_dim: int, max_position: int, de
     return table.to(device)
 
 
+def query_stretch(settings: RopeSettings, *, max_position: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What queries are multiplied by (RopeSettings.query_beta), [max_position, 1, 1]."""
+    spans = torch.arange(max_position, device=device) // settings.original_max_position
+    return (1 + settings.query_beta * torch.log1p(spans)).to(dtype).view(-1, 1, 1)
+
+
 def _llama3(frequencies: Tensor, settings: RopeSettings) -> Tensor:
     wavelengths = 2 * math.pi / frequencies
     low, high = settings.low_freq_factor, settings.high_freq_factor

@@ -107,8 +107,9 @@ class ArchConfig:
     """Tokens that end a text: those of config.json and generation_config.json, or of the GGUF file."""
     sinks: bool = False
     """Each head of attention has a sink: a logit of its softmax that has no value."""
-    alibi: bool = False
-    """Positions are told by linear biases of attention scores (ALiBi)."""
+    alibi: float = 0.0
+    """Positions are told by linear biases of attention scores (ALiBi), whose usual slopes are multiplied by it; 0 where
+    there are none."""
     norm_place: NormPlace = "pre"
     """Attention and MLP have a norm before them (pre), behind them (post), or both (sandwich); or they read the same
     stream, each behind a norm before it (parallel)."""

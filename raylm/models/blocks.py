@@ -18,7 +18,7 @@ from raylm.layers.linear import ColumnParallelLinear, GatedParallelLinear, QKVPa
 from raylm.layers.norm import AllHeadsNorm, EachHeadNorm, LayerNorm, RMSNorm
 from raylm.layers.residual import ResidualStream
 from raylm.layers.rope_settings import RopeSettings
-from raylm.layers.rotary import rotary_table
+from raylm.layers.rotary import query_stretch, rotary_table
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.layers.weight import Forms, column_unit
 from raylm.models.arch import Activation, ArchConfig, LayerSpec, MLPSpec
@@ -71,6 +71,13 @@ class Build:
             size, length = self.arch.head_dim, self.arch.max_position
             self._tables[rope] = rotary_table(rope, head_dim=size, max_position=length, device=self.context.device)
         return self._tables[rope]
+
+    def query_stretch(self, rope: RopeSettings | None) -> Tensor | None:
+        """As rotary.query_stretch; None where it changes no query."""
+        length = self.arch.max_position
+        if rope is None or not rope.stretches_queries(length):
+            return None
+        return query_stretch(rope, max_position=length, dtype=self.dtype, device=self.context.device)
 
     def stream(self, hidden: Tensor) -> ResidualStream:
         """The residual stream of a step, which begins as `hidden` and overwrites it."""
@@ -147,13 +154,14 @@ class SelfAttention(nn.Module):
         self._heads, self._head_dim = [self.qkv_proj.num_heads, *[self.qkv_proj.num_kv_heads] * 2], arch.head_dim
         self._norm_eps = arch.norm_eps
         self._rotary = build.rotary_table(spec.rope) if spec.rope is not None else None
+        self._stretch = build.query_stretch(spec.rope)
         self.sinks = self._sinks(build) if arch.sinks else None
         self._attention = Attention(
             build.attention,
             scale=arch.attention_scale,
             window=spec.window,
             soft_cap=arch.attention_soft_cap,
-            alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) if arch.alibi else None,
+            alibi_slopes=alibi_slopes_of_rank(arch.num_heads, build.context) * arch.alibi if arch.alibi else None,
             sinks=self.sinks,
             cache=build.scales_of_layer,
         )
@@ -210,7 +218,7 @@ class SelfAttention(nn.Module):
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        return q
+        return q if self._stretch is None else q * self._stretch.index_select(0, step.positions)
 
 
 class MLP(nn.Module):

@@ -18,7 +18,7 @@ def setting_of(config: EngineConfig, arch: ArchConfig, dtype: torch.dtype, devic
         dtype,
         arch.head_dim,
         config.cache.block_size,
-        alibi=arch.alibi,
+        alibi=arch.alibi > 0,
         sinks=arch.sinks,
         codes=config.cache.dtype == "fp8",
         deterministic=config.runtime.deterministic,
@@ -35,7 +35,8 @@ def slow_parts(arch: ArchConfig, setting: Setting, attention: AttentionBackend) 
         parts.append("layers are transformers' modules: raylm has no family for the model, or was asked for them")
     q = torch.empty(0, arch.num_heads, arch.head_dim, dtype=setting.dtype, device=device)
     if attention is RAYLM or attention is INVARIANT:
-        has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=arch.alibi, codes=setting.codes)
+        biased, codes = setting.alibi, setting.codes
+        has = ops.attention_kernels(q, arch.num_kv_heads, setting.block_size, biased=biased, codes=codes)
         missing = " and ".join(name for name, is_there in zip(("decode", "prefill"), has, strict=True) if not is_there)
         if attention is INVARIANT:  # The kernel for prefill has decode too.
             missing = "" if has[1] else "decode and prefill"

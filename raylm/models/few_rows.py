@@ -202,6 +202,8 @@ def why_not(arch: ArchConfig, context: ParallelContext, block_size: int) -> str 
         return "layers have sliding windows"
     if any(layer != arch.layers[0] for layer in arch.layers):
         return "layers differ"
+    if rope is not None and rope.stretches_queries(arch.max_position):
+        return "its queries are multiplied by a factor of their positions"
     if rope is None:
         return "it rotates queries and keys"
     if context.device.type != "cpu" and rope.size(arch.head_dim) < arch.head_dim:

@@ -19,6 +19,7 @@ LayerKind = Literal["full", "sliding"]
 LAYER_KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 _LAYER_TYPES: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 _TYPES = {kind: name for name, kind in _LAYER_TYPES.items()}
+_QUERY_BETA = "llama_4_scaling_beta"
 _SHARE = "partial_rotary_factor"
 
 
@@ -62,7 +63,10 @@ def rope_of(fields: Fields, kind: LayerKind, *, theta: float | None = None, is_s
     if not isinstance(method, str) or method not in _READERS:
         raise section.error(name, method, f"one of {', '.join(_READERS)}")
     plain = RopeSettings(section.number("rope_theta", given), _READERS[method][0], partial_rotary_factor=share)
-    return _READERS[method][1](plain, section, fields)
+    rope = _READERS[method][1](plain, section, fields)
+    if section.get(_QUERY_BETA) is None:
+        return rope
+    return replace(rope, query_beta=section.number(_QUERY_BETA, 0.0), original_max_position=_original(section, fields))
 
 
 def check_rope(fields: Fields, rope: RopeSettings, head_dim: int) -> None:

@@ -28,6 +28,8 @@ _NAMES = {
 _MOE = "moe"
 _EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 """Keys of its section for experts."""
+_YARN, _QUERIES = "yarn", "llama_4_scaling"
+_ORIGINAL = "original_max_position_embeddings"
 _WITHOUT_EFFECT = ("causal", "model_type", "dtype", "use_cache", "use_biases")
 _USUAL_LENGTH = 32768
 """Older files name no length; Mistral's models of that time were trained for this one."""
@@ -40,7 +42,7 @@ def params_as_config(path: Path) -> dict[str, object]:
     says the model is another."""
     values = read_json(path)
     fields = Fields(values, str(path))
-    _check_names(fields, values, (*_NAMES, _MOE, *_WITHOUT_EFFECT))
+    _check_names(fields, values, (*_NAMES, _MOE, _YARN, _QUERIES, *_WITHOUT_EFFECT))
     if fields.get("use_biases"):
         raise fields.error("use_biases", True, "false")
     # Layers see all tokens where the window is null or not there.
@@ -51,8 +53,36 @@ def params_as_config(path: Path) -> dict[str, object]:
         architecture, experts = "MixtralForCausalLM", fields.section(_MOE)
         _check_names(experts, values[_MOE], tuple(_EXPERTS))
         found |= {own: experts.integer(name) for name, own in _EXPERTS.items()}
+    found |= _rope(fields)
     own = {"architectures": [architecture], "bos_token_id": _BOS, "eos_token_id": _EOS, "dtype": "bfloat16"}
     return {**found, **own}
+
+
+def _rope(fields: Fields) -> dict[str, object]:
+    """Rotary embeddings that are stretched (YaRN), and queries that grow with their positions."""
+    if not fields.get(_YARN):
+        if fields.get(_QUERIES):
+            raise fields.error(_QUERIES, fields.get(_QUERIES), f"a key beside {_YARN}")
+        return {}
+    yarn, theta = fields.section(_YARN), fields.number("rope_theta", 1e4)
+    _check_names(yarn, yarn.values, (_ORIGINAL, "factor", "beta", "alpha", "apply_scale"))
+    rope: dict[str, object] = {
+        "rope_type": _YARN,
+        "rope_theta": theta,
+        "factor": yarn.number("factor"),
+        _ORIGINAL: yarn.integer(_ORIGINAL),
+        "beta_fast": yarn.number("beta", 32.0),
+        "beta_slow": yarn.number("alpha", 1.0),
+    }
+    if not yarn.flag("apply_scale", True):
+        rope["attention_factor"] = 1.0
+    if fields.get(_QUERIES):
+        queries = fields.section(_QUERIES)
+        _check_names(queries, queries.values, (_ORIGINAL, "beta"))
+        if queries.integer(_ORIGINAL, yarn.integer(_ORIGINAL)) != yarn.integer(_ORIGINAL):
+            raise queries.error(_ORIGINAL, queries.get(_ORIGINAL), f"that of {_YARN}, {yarn.get(_ORIGINAL)}")
+        rope["llama_4_scaling_beta"] = queries.number("beta")
+    return {"rope_parameters": rope}
 
 
 def _check_names(fields: Fields, values: Mapping[str, object], known: tuple[str, ...]) -> None:

@@ -20,21 +20,30 @@ NEAR = 0.03
 
 
 @pytest.mark.parametrize(
-    ("shape", "max_num_seqs", "max_num_batched_tokens"),
-    [("qwen3-0.6b", 1024, 8192), ("llama-3.1-8b", 256, 2048), ("llama-3.1-8b", 512, 16384)],
+    ("shape", "quantised", "changes"),
+    [
+        ("qwen3-0.6b", None, {"scheduler": {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}}),
+        ("llama-3.1-8b", None, {"scheduler": {"max_num_seqs": 256, "max_num_batched_tokens": 2048}}),
+        ("llama-3.1-8b", None, {"scheduler": {"max_num_seqs": 512, "max_num_batched_tokens": 16384}}),
+        ("llama-3.1-8b", None, {"cache": {"dtype": "fp8"}}),
+        ("llama-3.1-8b", None, {"model": {"quantization": "fp8"}}),
+        ("llama-3.1-8b", "awq", {}),
+        ("llama-3.1-8b", "int8", {}),
+        ("qwen3-30b-a3b", None, {}),
+        ("qwen3-30b-a3b", None, {"model": {"quantization": "fp8"}}),
+        ("gpt-oss-20b", None, {}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
-def test_the_cache_has_the_tokens_that_were_planned(shape, max_num_seqs, max_num_batched_tokens, tmp_path: Path):
+def test_the_cache_has_the_tokens_that_were_planned(shape, quantised, changes, tmp_path: Path):
+    """Of dense models and mixtures, with windows and without, in 16 bits and as codes."""
     name = torch.cuda.get_device_name()
     gpu = next((gpu for known, gpu in GPUS.items() if known in name.split()), None)
     if gpu is None:
         pytest.skip(f"no plan is made for {name}")
-    config = EngineConfig.model_validate(
-        {
-            "model": {"path": str(write_shape(shape, tmp_path)), "load_format": "dummy", "max_model_len": 8192},
-            "scheduler": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens},
-            "runtime": {"device": "cuda"},
-        }
-    )
+    folder = write_shape(shape, tmp_path, quantised=quantised)
+    model = {"path": str(folder), "load_format": "dummy", "max_model_len": 8192, **changes.get("model", {})}
+    config = EngineConfig.model_validate({**changes, "model": model, "runtime": {"device": "cuda"}})
     arch = ArchConfig.from_source(locate(config.model.reference))
     plan = Sizing(resolve(config, "cuda"), arch, gpu, context=8192).plan(config.parallel)
     llm = LLM(config, progress=False)

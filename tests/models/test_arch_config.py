@@ -118,8 +118,11 @@ def test_mistrals_text_section(tmp_path: Path) -> None:
     assert arch(tmp_path, **given).layers[0].window == 0
     text["sliding_window"] = 32
     assert arch(tmp_path, **given).layers[0].window == 32
-    text["model_type"] = "ministral3"
-    with pytest.raises(ConfigError, match="text_config: model_type is 'ministral3'; allowed: mistral"):
+    text |= {"model_type": "ministral3", "sliding_window": None}
+    rope = arch(tmp_path, **given).layers[0].rope
+    assert rope is not None and (rope.kind, rope.query_beta, rope.original_max_position) == ("yarn", 0.1, 16384)
+    text["model_type"] = "mistral4"
+    with pytest.raises(ConfigError, match="text_config: model_type is 'mistral4'; allowed: one of mistral, ministral3"):
         arch(tmp_path, **given)
 
 

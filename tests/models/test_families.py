@@ -29,6 +29,9 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
+# Of 4 heads, or 2, the usual slopes are powers of two, which transformers' own rounding of Falcon's leaves as they are.
+FALCON_RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+MINISTRAL3 = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LONGROPE = {
     "rope_type": "longrope",
@@ -67,6 +70,11 @@ CASES = {
     "gemma2": ("gemma2", {}),
     "gemma2 without local layers": ("gemma2", {"layer_types": ["full_attention"] * 3}),
     "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3 within what it was trained for": (
+        "ministral3",
+        {"rope_parameters": {**MINISTRAL3, "original_max_position_embeddings": 512, "factor": 1.0}},
+    ),
     "granite": ("granite", {}),
     "granite tied, with biases": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {}),
@@ -100,6 +108,7 @@ CASES = {
         "falcon",
         {**OLD_FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
+    "falcon with linear biases": ("falcon", {**OLD_FALCON, **FALCON_RW}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}),
     "gpt2": ("gpt2", {}),

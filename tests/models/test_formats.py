@@ -35,6 +35,7 @@ PARAMS = {
     "rope_theta": 10000.0,
     "max_seq_len": 512,
 }
+YARN = {"factor": 32, "original_max_position_embeddings": 16, "beta": 32, "alpha": 1}
 NATIVE = {
     "model.embed_tokens": "tok_embeddings",
     "model.norm": "norm",
@@ -174,6 +175,22 @@ def test_mistral_s_own_format_of_a_mixtral(tmp_path: Path):
     assert same(original, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["mistral", "ministral3"])
+def test_mistral_s_own_format_of_a_model_for_long_texts(family: str, tmp_path: Path):
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
+    if family == "ministral3":
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+    changes = {"rope_parameters": rope, "sliding_window": None}
+    original = checkpoints.FAMILIES[family](tmp_path / "original", **changes)
+    save_file(native_tensors(original), tmp_path / "consolidated.safetensors")
+    params = PARAMS | {"yarn": {**YARN, "apply_scale": family == "mistral"}, "rope_theta": 1e4, "norm_eps": 1e-5}
+    if family == "ministral3":
+        params |= {"llama_4_scaling": {"beta": 0.4, "original_max_position_embeddings": 16}}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    expected, found = (ArchConfig.from_source(locate(str(folder))).layers for folder in (original, tmp_path))
+    assert found == expected and same(original, tmp_path)
+
+
 def test_mistral_s_weights_beside_config_json(original: Path, copied: Path):
     save_file(native_tensors(original), copied / "consolidated.safetensors")
     assert same(original, copied, "mistral")
@@ -187,7 +204,13 @@ def test_mistral_s_weights_beside_config_json(original: Path, copied: Path):
         ({"moe": {"num_experts": 8, "shared": 1}}, "moe: shared is 1; allowed: no such key; known: num_experts, num"),
         ({"moe": [8, 2]}, r"moe is \[8, 2\]; allowed: a mapping"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "quantization is "),
-        ({"yarn": {"factor": 8}}, "yarn is "),
+        ({"yarn": {"factor": 8}}, "yarn: original_max_position_embeddings is missing"),
+        ({"yarn": {**YARN, "gamma": 1}}, "yarn: gamma is 1; allowed: no such key; known: orig"),
+        ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is .*; allowed: a key beside yarn"),
+        (
+            {"yarn": YARN, "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192}},
+            "llama_4_scaling: original_max_position_embeddings is 8192; allowed: that of yarn, 16",
+        ),
         ({"use_biases": True}, "use_biases is True; allowed: false"),
         ({"n_heads": 3}, "num_attention_heads is 3; allowed: a multiple of num_key_value_heads, 2"),
         ({"dim": "64"}, "hidden_size is '64'; allowed: a positive integer"),

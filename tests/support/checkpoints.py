@@ -36,6 +36,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MistralConfig,
@@ -146,6 +148,13 @@ def ministral(folder: Path, **changes: object) -> Path:
     return _save(MinistralForCausalLM, MinistralConfig, folder, {"sliding_window": 8, "layer_types": kinds, **changes})
 
 
+def ministral3(folder: Path, **changes: object) -> Path:
+    """A Ministral 3 whose queries grow every 16 positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
+    fields = {"rope_parameters": {**rope, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}
+    return _save(Ministral3ForCausalLM, Ministral3Config, folder, {**fields, **changes})
+
+
 def granite(folder: Path, **changes: object) -> Path:
     """A Granite whose multipliers are all felt."""
     fields = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1}
@@ -231,6 +240,7 @@ FAMILIES = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "ministral": ministral,
+    "ministral3": ministral3,
     "granite": granite,
     "smollm3": smollm3,
     "phi3": phi3,
@@ -287,7 +297,9 @@ def reference(folder: Path) -> PreTrainedModel:
         model = Qwen2ForCausalLM(config)
         model.load_state_dict({k: v for k, v in load_file(folder / _FILE).items() if "mtp_layers" not in k})
         return model.eval()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    # Spelled out, transformers adds the biases of Falcon-RW twice.
+    attention = "sdpa" if config.get("alibi") else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     if json.loads((stored / "config.json").read_text())["architectures"] == ["DeepseekForCausalLM"]:
         for layer in model.model.layers:
             # Its shared experts are not gated: here, by 1.

@@ -17,9 +17,9 @@ _VOCABULARY_OF_2 = 125696
 
 def _read(fields: Fields) -> ArchConfig:
     """config.json does not say which of them it is; the authors' own code of each knows."""
-    alibi = fields.integer("num_hidden_layers") == _LAYERS_OF_13B
-    arch = dense(fields, ropes={} if alibi else None)
-    return replace(arch, alibi=alibi, norm_head=arch.vocab_size == _VOCABULARY_OF_2)
+    has_alibi = fields.integer("num_hidden_layers") == _LAYERS_OF_13B
+    arch = dense(fields, ropes={} if has_alibi else None)
+    return replace(arch, alibi=1.0 if has_alibi else 0.0, norm_head=arch.vocab_size == _VOCABULARY_OF_2)
 
 
 _FAMILY = Family(

@@ -15,7 +15,7 @@ def _read(fields: Fields) -> ArchConfig:
     sized = fields.having(intermediate_size=4 * fields.integer("hidden_size"))
     return replace(
         dense(sized, ropes={}, mlp=mlp_of(sized, activation="gelu_new", gated=False, bias=True)),
-        alibi=True,
+        alibi=1.0,
         norm="layer",
         embed_norm=True,
         qkv_bias=True,

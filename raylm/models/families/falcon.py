@@ -1,5 +1,5 @@
-"""Falcon: attention and MLP side by side behind LayerNorms, few heads of keys, no biases. Models with linear biases for
-positions (Falcon-RW) divide these by the square root of a head's size, and are not read."""
+"""Falcon: attention and MLP side by side behind LayerNorms, few heads of keys, no biases. Falcon-RW has
+linear biases for positions, which are divided by the square root of a head's size as the scores are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _FIRST_40B = "RefinedWeb"
 
 
 def _read(fields: Fields) -> ArchConfig:
-    if fields.flag("alibi", False):
-        raise fields.error("alibi", True, "false")
+    has_alibi = fields.flag("alibi", False)
     is_new = fields.flag("new_decoder_architecture", fields.get("model_type") == _FIRST_40B)
     biased = fields.flag("bias", False)
     is_parallel = is_new or fields.flag("parallel_attn", True)
@@ -29,8 +28,10 @@ def _read(fields: Fields) -> ArchConfig:
     size = fields.integer("ffn_hidden_size", 4 * fields.integer("hidden_size"))
     sized = fields.having(num_key_value_heads=kv_heads, intermediate_size=size)
     mlp = mlp_of(sized, activation="gelu", name="activation", gated=False, bias=biased)
+    arch = dense(sized, ropes={} if has_alibi else None, mlp=mlp)
     return replace(
-        dense(sized, mlp=mlp),
+        arch,
+        alibi=arch.attention_scale if has_alibi else 0.0,
         norm="layer",
         norm_place="parallel" if is_parallel else "pre",
         shared_norm=is_parallel and norms == 1,
