@@ -85,7 +85,7 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
         sinks ? data<float>(*sinks) : nullptr, static_cast<float>(v_scale)};
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
-      const AttentionCall call{q, max_query_len, max_seq_len, slopes, arrivals, prefixes, frozen};
+      const AttentionCall call{q, max_query_len, max_seq_len, k_cache.size(0), slopes, arrivals, prefixes, frozen};
       launch_all<T, C>(params, call, k_cache.size(0), invariant);
     });
   });

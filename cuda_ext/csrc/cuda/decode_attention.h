@@ -29,12 +29,12 @@ inline int64_t most_decode_queries(int64_t max_query_len, int64_t group) {
 // The last of the call's `arrivals`, so many, are the counters of prefill's tiles.
 constexpr int64_t kTileCounters = 2;
 
-// What attention takes beside its parameters. max_query_len and max_seq_len bound the lengths; alibi_slopes [num_heads]
-// may be null; `arrivals`, `prefixes` and `frozen` are as paged_attention takes them, `prefixes` for decode_with_prefixes
-// alone.
+// What attention takes beside its parameters. max_query_len and max_seq_len bound the lengths; the cache has
+// num_blocks; alibi_slopes [num_heads] may be null; `arrivals`, `prefixes` and `frozen` are as paged_attention takes them,
+// `prefixes` for decode_with_prefixes alone.
 struct AttentionCall {
   const Tensor& q;
-  int64_t max_query_len, max_seq_len;
+  int64_t max_query_len, max_seq_len, num_blocks;
   const float* alibi_slopes;
   const std::optional<Tensor>&arrivals, &prefixes;
   bool frozen;

@@ -6,12 +6,14 @@
 
 #include "decode_attention.h"
 #include "raylm/cuda/decode_attention.cuh"
+#include "tensor_map.h"
 
 namespace raylm::cuda {
 namespace {
 
 static_assert(kMaxDecodeQueries == kDecodeQueries);
-static_assert(kNarrowRows == DecodeLayout<__half, 64, 1>::kRows && kWideRows == DecodeLayout<__half, 64, 2>::kRows);
+static_assert(kNarrowRows == DecodeLayout<__half, 64, 1, false>::kRows);
+static_assert(kWideRows == DecodeLayout<__half, 64, 2, false>::kRows);
 
 constexpr int kMinShare = 8;  // units: below, starting and joining blocks takes longer than their work
 constexpr int kFewSlots = 4;  // for each sequence: with as many slots or more, a batch has few sequences
@@ -42,12 +44,12 @@ int64_t most_rows(const AttentionParams<T>& p, int64_t max_query_len) {
 
 // How many blocks the device runs at a time, with a stage more where `deep`; 0 where it has too little shared memory for
 // one.
-template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
 int resident_blocks(int device, bool deep = false) {
   static DeviceNumber known[2];
   return known[deep].of(device, [=] {
-    using Layout = DecodeLayout<C, D, N>;
-    constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
+    using Layout = DecodeLayout<C, D, N, Boxes>;
+    constexpr auto* kernel = decode_attention_kernel<T, C, D, N, Biased, Part, Boxes>;
     const bool has_deep = Layout::bytes(true) <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     int blocks = 0;
     if ((has_deep || !deep) && allows_shared<kernel>(device, Layout::bytes(has_deep))) {
@@ -58,10 +60,10 @@ int resident_blocks(int device, bool deep = false) {
   });
 }
 
-template <DecodePart Part, typename T>
-DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
+template <DecodePart Part, bool Boxes, typename T>
+DecodeParams<T, Part, Boxes> make_params(const AttentionParams<T>& attention, int64_t units, int64_t columns, int blocks) {
   const int64_t most = std::max<int64_t>(1, blocks / columns);
-  DecodeParams<T, Part> p{attention};
+  DecodeParams<T, Part, Boxes> p{attention};
   p.batch.few = kFewSlots * attention.num_seqs <= most;
   const int64_t cut = p.batch.few ? kDecodeTile : kMinShare + kDecodeTurn;
   const int64_t share = units <= p.batch.whole() ? units + kDecodeTurn : cut;
@@ -76,10 +78,30 @@ DecodeParams<T, Part> make_params(const AttentionParams<T>& attention, int64_t u
   return p;
 }
 
+// Whether the copy engine may bring heads of this size: on Hopper, whose kernels these are.
+template <typename C, int D>
+bool takes_boxes(int64_t head_dim, int device) {
+  return kHopperKernels && kComeInBoxes<C, D> && head_dim == D && compute_major(device) == 9;
+}
+
+// False where the heads of a slot don't follow each other.
+template <typename C, int D, typename T>
+bool make_boxes(DecodeBoxes& boxes, const AttentionParams<T>& a, int64_t num_blocks) {
+  constexpr int64_t kWidth = 128 / sizeof(C), kParts = D / kWidth;
+  const auto make = [&](CUtensorMap* map, const void* cache, int64_t block, int64_t slot, int64_t head) {
+    return (head == D || a.num_kv_heads == 1) &&
+           make_map<C, 5>(map, static_cast<const C*>(cache), {kWidth, 8, a.num_kv_heads * kParts, a.block_size / 8, num_blocks},
+                          {slot, kWidth, 8 * slot, block}, {kWidth, 8, kParts, kDecodeKeys / 8, 1},
+                          CU_TENSOR_MAP_SWIZZLE_128B, kLines);
+  };
+  return make(&boxes.k, a.k_cache, a.k_block_stride, a.k_slot_stride, a.k_head_stride) &&
+         make(&boxes.v, a.v_cache, a.v_block_stride, a.v_slot_stride, a.v_head_stride);
+}
+
 // One launch of a kernel, and its memory, which torch's allocator keeps for this stream, and for a CUDA graph.
-template <typename T, DecodePart Part>
+template <typename T, DecodePart Part, bool Boxes>
 struct DecodeLaunch {
-  DecodeParams<T, Part> params;
+  DecodeParams<T, Part, Boxes> params;
   int64_t columns;  // 0: there is no room for a block
   Tensor parts, arrivals;
 };
@@ -93,11 +115,11 @@ int64_t columns_of(const AttentionParams<T>& attention, int64_t rows) {
 // A launch for sequences of at most `rows` rows, with room for the parts of sequences that are cut, and behind it for `more`
 // rows. It runs at most `most` blocks at a time; with fewer than the device runs, no block is deep. Counters of arrivals are
 // zeros, and are so again when the kernel has ended; prefixes have none.
-template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const AttentionCall& call, int64_t rows,
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
+DecodeLaunch<T, Part, Boxes> prepare(const AttentionParams<T>& attention, const AttentionCall& call, int64_t rows,
                               int64_t more = 0, int most = INT_MAX) {
-  using Layout = DecodeLayout<C, D, N>;
-  constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part>;
+  using Layout = DecodeLayout<C, D, N, Boxes>;
+  constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part, Boxes>;
   const int32_t device = call.q.get_device_index();
   const int fit = resident(device, false), all = std::min(fit, most), fewer = all < fit ? 0 : resident(device, true);
   if (all == 0) return {};
@@ -107,9 +129,14 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const Attenti
   const int blocks = deep ? fewer : all;
   const int64_t window = attention.window > 0 ? std::min(attention.window, longest) + kDecodeQueries : longest;
   const int64_t units = std::min(divide_up(longest, kDecodeKeys), divide_up(window, kDecodeKeys) + 1);
-  DecodeLaunch<T, Part> made{make_params<Part>(attention, units, columns, blocks), columns};
-  DecodeParams<T, Part>& p = made.params;
+  DecodeLaunch<T, Part, Boxes> made{make_params<Part, Boxes>(attention, units, columns, blocks), columns};
+  DecodeParams<T, Part, Boxes>& p = made.params;
+  if constexpr (Boxes) {
+    if (!make_boxes<C, D>(p.boxes, attention, call.num_blocks)) return {};
+  }
   p.batch.most_queries = static_cast<int>(most_decode_queries(call.max_query_len, attention.group()));
+  const auto of_block = static_cast<unsigned>(attention.block_size / kDecodeKeys);
+  p.blocks = {of_block, static_cast<unsigned>(((int64_t{1} << 32) + of_block - 1) / of_block)};
   p.num_tokens = call.q.size(0);
   p.alibi_slopes = call.alibi_slopes;
   p.deep = deep, p.early = call.frozen;
@@ -129,11 +156,11 @@ DecodeLaunch<T, Part> prepare(const AttentionParams<T>& attention, const Attenti
   return made;
 }
 
-template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-void run(const DecodeLaunch<T, Part>& made, const Tensor& q) {
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
+void run(const DecodeLaunch<T, Part, Boxes>& made, const Tensor& q) {
   const dim3 grid(made.columns, made.params.batch.slots);
-  const auto kernel = decode_attention_kernel<T, C, D, N, Biased, Part>;
-  const size_t shared = DecodeLayout<C, D, N>::bytes(made.params.deep);
+  const auto kernel = decode_attention_kernel<T, C, D, N, Biased, Part, Boxes>;
+  const size_t shared = DecodeLayout<C, D, N, Boxes>::bytes(made.params.deep);
   launch_dependent(kernel, {grid, dim3(kDecodeThreads), current_stream(q), shared}, made.params);
   check_launch("paged_attention");
 }
@@ -164,17 +191,28 @@ bool by_shape(int64_t head_dim, bool narrow, bool biased, const Body& body) {
   }
 }
 
+// False where the kernel cannot run.
+template <typename T, typename C, int D, int N, bool Biased, bool Boxes>
+bool attend_all(const AttentionParams<T>& params, const AttentionCall& call) {
+  const int64_t rows = most_rows(params, call.max_query_len);
+  const auto made = prepare<T, C, D, N, Biased, DecodePart::kAll, Boxes>(params, call, rows);
+  if (made.columns > 0) run<T, C, D, N, Biased, DecodePart::kAll>(made, call.q);
+  return made.columns > 0;
+}
+
 }  // namespace
 
 template <typename T, typename C>
 bool decode_attention(const AttentionParams<T>& params, const AttentionCall& call) {
   if (!can_take<T, C>(params)) return false;
-  const int64_t rows = most_rows(params, call.max_query_len);
   const bool narrow = narrow_decode(call.max_query_len, params.group());
   return by_shape<C>(params.head_dim, narrow, call.alibi_slopes != nullptr, [&]<int D, int N, bool B> {
-    const auto made = prepare<T, C, D, N, B, DecodePart::kAll>(params, call, rows);
-    if (made.columns > 0) run<T, C, D, N, B, DecodePart::kAll>(made, call.q);
-    return made.columns > 0;
+    if constexpr (kComeInBoxes<C, D> && !B) {
+      if (takes_boxes<C, D>(params.head_dim, call.q.get_device_index()) && attend_all<T, C, D, N, B, true>(params, call)) {
+        return true;
+      }
+    }
+    return attend_all<T, C, D, N, B, false>(params, call);
   });
 }
 
@@ -197,18 +235,18 @@ inline BlocksOfBoth blocks_of_both(int all, int32_t device, int64_t num_seqs, in
 }
 
 // Prefixes have many rows, what follows them few.
-template <typename T, typename C, int D>
+template <typename T, typename C, int D, bool Boxes>
 bool decode_after_prefixes(const AttentionParams<T>& params, const AttentionCall& call) {
   AttentionParams<T> of_prefixes = params;
   of_prefixes.sinks = nullptr;  // they count once
   const int64_t sharers = kMostSharers * params.group(), seqs = params.num_seqs;
   const int64_t rows = most_rows(params, call.max_query_len);
   const int32_t device = call.q.get_device_index();
-  const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest>(device);
-  const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns_of<DecodeLayout<C, D, 1>>(params, rows));
-  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest>(params, call, rows, 0, most.rest);
+  const int all = resident_blocks<T, C, D, 1, false, DecodePart::kRest, Boxes>(device);
+  const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns_of<DecodeLayout<C, D, 1, Boxes>>(params, rows));
+  auto rest = prepare<T, C, D, 1, false, DecodePart::kRest, Boxes>(params, call, rows, 0, most.rest);
   // Deep blocks of the rest fit beside those of prefixes only if the cache has codes, so no block is left free for them.
-  auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes>(of_prefixes, call, sharers, seqs * params.num_heads,
+  auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes, Boxes>(of_prefixes, call, sharers, seqs * params.num_heads,
                                                                  rest.params.deep ? all : most.prefixes);
   if (first.columns == 0 || rest.columns == 0) return false;
   const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
@@ -226,17 +264,25 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const AttentionCall
 template <typename T, typename C>
 bool decode_with_prefixes(const AttentionParams<T>& params, const AttentionCall& call) {
   if (!call.prefixes || call.alibi_slopes || params.window > 0 || params.num_seqs == 0 || !can_take<T, C>(params)) return false;
+  const auto attend = [&]<int D> {
+    if constexpr (kComeInBoxes<C, D>) {
+      if (takes_boxes<C, D>(params.head_dim, call.q.get_device_index()) && decode_after_prefixes<T, C, D, true>(params, call)) {
+        return true;
+      }
+    }
+    return decode_after_prefixes<T, C, D, false>(params, call);
+  };
   if constexpr (std::is_same_v<C, T>) {
-    if (params.head_dim <= 64) return decode_after_prefixes<T, C, 64>(params, call);
+    if (params.head_dim <= 64) return attend.template operator()<64>();
   }
-  return params.head_dim <= 128 && decode_after_prefixes<T, C, 128>(params, call);
+  return params.head_dim <= 128 && attend.template operator()<128>();
 }
 
 template <typename T, typename C>
 bool has_decode_attention(int64_t head_dim, int64_t group, int64_t block_size, bool biased, int device) {
   if (head_dim % kCacheVector<C> != 0 || block_size % 16 != 0) return false;
   return by_shape<C>(head_dim, narrow_decode(1, group), biased, [&]<int D, int N, bool B> {
-    return resident_blocks<T, C, D, N, B, DecodePart::kAll>(device) > 0;
+    return resident_blocks<T, C, D, N, B, DecodePart::kAll, false>(device) > 0;
   });
 }
 

@@ -163,7 +163,8 @@ bool fill(TileParams& params, const Plan& plan, const Size& size, const Product&
   const auto* x = data<Stored>(p.x);
   const auto* weight = data<Stored>(p.weight);
   return make_map<Stored, 2>(&params.x, x, {p.k, size.rows}, {p.x_stride}, {kWide, params.tile_rows}) &&
-         make_map<Stored, 2>(&params.weight, weight, {p.k, p.n}, {p.weight.stride(0)}, {kWide, v.box});
+         make_map<Stored, 2>(&params.weight, weight, {p.k, p.n}, {p.weight.stride(0)}, {kWide, v.box},
+                             CU_TENSOR_MAP_SWIZZLE_128B, kLines);
 }
 
 template <typename N>

@@ -8,96 +8,49 @@
 // numbers or codes of the cache get there.
 #pragma once
 
-#include "raylm/cuda/attention.cuh"
+#include "raylm/cuda/decode_copies.cuh"
 #include "raylm/cuda/decode_fragments.cuh"
-#include "raylm/cuda/decode_parts.cuh"
-#include "raylm/cuda/decode_schedule.cuh"
-#include "raylm/cuda/ptx/copy.cuh"
 #include "raylm/cuda/ptx/grid.cuh"
 #include "raylm/cuda/ptx/math.cuh"
 #include "raylm/cuda/ptx/matrix.cuh"
-#include "raylm/cuda/tile/numbers.cuh"
 
 namespace raylm::cuda {
-
-constexpr int kDecodeWarps = kDecodeThreads / kWarp;
-
-// The grid is (columns, slots); a column is a KV head and a chunk of rows. A sequence's rows are its pairs of a query
-// token and a head of the group.
-template <typename T, DecodePart Part>
-struct DecodeParams {
-  struct Nothing {};
-  AttentionParams<T> attention;
-  DecodeLine<Part> batch;
-  DecodeParts parts;
-  int64_t num_tokens;
-  const float* alibi_slopes;  // [num_heads], for the kernel that is Biased
-  bool deep;                  // of the stages one more
-  bool early;  // lengths and block tables may be read while the kernels ahead still run; for the launch of all keys
-  // Written by the launch of prefixes, read by that of what follows them.
-  std::conditional_t<Part == DecodePart::kAll, Nothing, PrefixSums> prefixes;
-};
-
-// For a cache of C, head sizes up to D and 8 * N rows in a warp. Sizes are in elements of C.
-template <typename C, int D, int N>
-struct DecodeLayout {
-  static constexpr bool kCodes = std::is_same_v<C, Code>;
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(C));  // copied at a time
-  static constexpr int kChunks = D / kVector;                       // of 16 bytes, in a row
-  static constexpr int kPitch = D + kVector;  // so that the same chunk of 8 rows is in 8 different banks
-  static constexpr int kTensor = kDecodeKeys * kPitch;
-  static constexpr int kPart = 2 * kTensor;  // a warp's K, then its V
-  static constexpr int kStage = kDecodeWarps * kPart;
-  static constexpr int kRows = kDecodeWarps * N * 8;  // that a block can take
-  // Blocks on a multiprocessor and stages of its copies: as many as registers and shared memory allow, blocks first. Where
-  // so many blocks have no work, one stage more.
-  static constexpr int kBlocks = D <= 64 ? 4 : D <= 128 ? 3 : D <= 192 ? 2 : 1;
-  __host__ __device__ static constexpr int stages(bool deep) { return (D <= 64 ? 3 : 2) + kCodes + deep; }
-  static constexpr int bytes(bool deep) { return stages(deep) * kStage * static_cast<int>(sizeof(C)); }
-  // Where warps' sums are joined: floats of a row, and how many groups of 8 rows a warp's part of a stage has room for.
-  static constexpr int kSumPitch = D + 8;
-  static constexpr int kPass = N == 1 || kCodes ? 1 : 2;
-  static_assert(kPass * 8 * kSumPitch * sizeof(float) <= kPart * sizeof(C));
-};
 
 // The rows of a warp. Of the softmax and the sums, a lane has rows n * 8 + lane % 4 * 2 and the next.
 template <int D, int N>
 struct DecodeRows {
-  uint32_t q[D / 16][N][2];
+  using Queries = uint32_t[D / 16][N][2];
+  Queries q;
   float sum[D / 16][N][4];
   float top[N][2], total[N][2];
 };
 
 // One block's work. `warp` copies keys for all; it multiplies for row tile `row_tile` and the keys of every
 // `key_warps`-th warp from `key_warp` on: with few rows the warps share the keys, with more they share the rows.
-template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
 struct DecodeBlock {
   using Cursor = DecodeCursor<Part>;
   using Share = DecodeShare<Part>;
-  using Layout = DecodeLayout<C, D, N>;
+  using Layout = DecodeLayout<C, D, N, Boxes>;
+  using Copies = DecodeCopies<T, C, D, N, Part, Boxes>;
   using Rows = DecodeRows<D, N>;
   using Fragments = DecodeFragments<T, C>;
   using Number = typename Fragments::Number;
   static constexpr int kRowTile = N * 8;
-  const DecodeParams<T, Part>& p;
-  C* stages;
+  // Whether the next sequence's queries come while the last keys of the one before it are multiplied: heads of 64 have too few
+  // registers, and what follows a prefix too many keys for it.
+  static constexpr bool kPreloads = N == 1 && D == 128 && Part == DecodePart::kAll;
+  using Queries = typename Rows::Queries;
+  const DecodeParams<T, Part, Boxes>& p;
   int lane, warp, column, columns, kv_head, first_row;
-  const C* k_head;
-  const C* v_head;
+  Copies copies;
   int rows, row_warps, row_tile, key_warps, key_warp;
 
-  __device__ DecodeBlock(const DecodeParams<T, Part>& params, C* shared) : p(params), stages(shared) {
-    lane = threadIdx.x % kWarp;
-    warp = threadIdx.x / kWarp;
-    column = blockIdx.x;
-    columns = gridDim.x;
-    kv_head = column % static_cast<int>(p.attention.num_kv_heads);
-    first_row = column / static_cast<int>(p.attention.num_kv_heads) * Layout::kRows;
-    k_head = static_cast<const C*>(p.attention.k_cache) + kv_head * p.attention.k_head_stride;
-    v_head = static_cast<const C*>(p.attention.v_cache) + kv_head * p.attention.v_head_stride;
-  }
-
-  __device__ C* part(int stage, int of_warp) const { return stages + stage * Layout::kStage + of_warp * Layout::kPart; }
+  __device__ DecodeBlock(const DecodeParams<T, Part, Boxes>& params, unsigned char* shared, uint32_t barriers)
+      : p(params), lane(threadIdx.x % kWarp), warp(threadIdx.x / kWarp), column(blockIdx.x), columns(gridDim.x),
+        kv_head(column % static_cast<int>(p.attention.num_kv_heads)),
+        first_row(column / static_cast<int>(p.attention.num_kv_heads) * Layout::kRows),
+        copies{p, shared + -shared_address(shared) % Layout::kAlign, barriers, kv_head, lane, warp} {}
 
   __device__ int rows_of(const DecodeSequence& now) const {
     return min(now.num_queries * p.batch.group - first_row, Layout::kRows);
@@ -111,59 +64,43 @@ struct DecodeBlock {
     return p.attention.q + token * p.attention.q_token_stride + head * p.attention.q_head_stride;
   }
 
-  // The block of the cache that holds this warp's keys of the cursor's tile.
-  __device__ int cache_block(const Cursor& cursor) const {
-    const int unit = cursor.unit + warp;
-    if (cursor.done() || unit >= cursor.stop) return 0;
-    const unsigned at = static_cast<unsigned>(unit * kDecodeKeys) / static_cast<unsigned>(p.attention.block_size);
-    int seq = cursor.seq;
-    if constexpr (Part == DecodePart::kPrefixes) seq = p.batch.prefixes.members[seq];
-    return p.attention.block_table[seq * p.attention.block_table_stride + at];
-  }
-
-  // Keys outside the sequence become zeros: their slots may hold NaN, which no weight of 0 would remove from the sum.
-  __device__ void copy(const Cursor& cursor, int block, int stage) const {
-    const int unit = cursor.unit + warp, key = unit * kDecodeKeys;
-    if (unit >= cursor.stop) return;
-    const int from = cursor.now.low - key, to = cursor.now.high - key;
-    const int slot = static_cast<unsigned>(key) % static_cast<unsigned>(p.attention.block_size);
-    const C* k = k_head + block * p.attention.k_block_stride + slot * p.attention.k_slot_stride;
-    const C* v = v_head + block * p.attention.v_block_stride + slot * p.attention.v_slot_stride;
-    const uint32_t shared = shared_address(part(stage, warp));
-#pragma unroll
-    for (int i = 0; i < kDecodeKeys * Layout::kChunks / kWarp; ++i) {
-      const int row = (i * kWarp + lane) / Layout::kChunks, d = (i * kWarp + lane) % Layout::kChunks * Layout::kVector;
-      const bool read = row >= from && row < to && d < p.attention.head_dim;
-      const uint32_t at = shared + (row * Layout::kPitch + d) * sizeof(C);
-      copy_async(at, k + row * p.attention.k_slot_stride + d, read);
-      copy_async(at + Layout::kTensor * sizeof(C), v + row * p.attention.v_slot_stride + d, read);
-    }
-  }
-
   // The queries of a sequence that the copies have just reached, towards this multiprocessor.
   __device__ void prefetch_queries(const DecodeSequence& now) const {
     const int lines = (static_cast<int>(p.attention.head_dim) * 2 + 127) / 128, count = rows_of(now) * lines;
     for (int i = threadIdx.x; i < count; i += kDecodeThreads) prefetch(query(now, i / lines) + i % lines * 64);
   }
 
+  // How many tiles of rows the warps share.
+  __device__ int row_warps_of(const DecodeSequence& now) const {
+    const int count = rows_of(now);
+    return count <= kRowTile ? 1 : count <= 2 * kRowTile ? 2 : 4;
+  }
+
+  __device__ void load_queries(const DecodeSequence& now, Queries& queries) const {
+    const int count = rows_of(now), first = warp % row_warps_of(now) * kRowTile;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int row = first + n * 8 + lane / 4;
+      // Where a prefix has no such row, there is no member to look up.
+      const bool absent = Part == DecodePart::kPrefixes && row >= count;
+      const T* q = query(now, absent ? 0 : row) + Fragments::query_offset(lane);
+      const int head_dim = row < count ? static_cast<int>(p.attention.head_dim) : 0;
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) {
+        const uint2 pairs = Fragments::query(q, head_dim, i);
+        queries[i][n][0] = pairs.x, queries[i][n][1] = pairs.y;
+      }
+    }
+  }
+
   __device__ void begin(const DecodeSequence& now, Rows& mine) {
     rows = rows_of(now);
-    row_warps = rows <= kRowTile ? 1 : rows <= 2 * kRowTile ? 2 : 4;
+    row_warps = row_warps_of(now);
     key_warps = kDecodeWarps / row_warps;
     row_tile = warp % row_warps;
     key_warp = warp / row_warps;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int row = row_tile * kRowTile + n * 8 + lane / 4;
-      // Where a prefix has no such row, there is no member to look up.
-      const bool absent = Part == DecodePart::kPrefixes && row >= rows;
-      const T* q = query(now, absent ? 0 : row) + Fragments::query_offset(lane);
-      const int head_dim = row < rows ? static_cast<int>(p.attention.head_dim) : 0;
-#pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        const uint2 pairs = Fragments::query(q, head_dim, i);
-        mine.q[i][n][0] = pairs.x, mine.q[i][n][1] = pairs.y;
-      }
 #pragma unroll
       for (int i = 0; i < D / 16 * 4; ++i) mine.sum[i / 4][n][i % 4] = 0;
       for (int r = 0; r < 2; ++r) mine.top[n][r] = -INFINITY, mine.total[n][r] = 0;
@@ -186,10 +123,10 @@ struct DecodeBlock {
 
   // The scores of 16 keys, to base 2: scaled, capped, biased, and -inf where a row does not see the key. A lane gets
   // keys lane / 4 and + 8 of its rows.
-  __device__ void score(const C* k, int key, const DecodeSequence& now, const Rows& mine, int active,
+  __device__ void score(uint32_t k, int key, const DecodeSequence& now, const Rows& mine, int active,
                         float (&s)[N][4]) const {
     float odd[N][4] = {};  // two chains of products are twice as fast as one
-    Fragments::template for_keys<D, Layout::kPitch>(k, lane, [&](int i, const uint32_t(&a)[4]) {
+    Fragments::template for_keys<D, typename Layout::Places>(k, lane, [&](int i, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         if (n < active) multiply_add<Number>(N == 1 && i % 2 ? odd[n] : s[n], a, mine.q[i][n][0], mine.q[i][n][1]);
@@ -256,14 +193,14 @@ struct DecodeBlock {
     }
   }
 
-  __device__ void attend(const C* k, int key, const DecodeSequence& now, Rows& mine) const {
+  __device__ void attend(uint32_t k, int key, const DecodeSequence& now, Rows& mine) const {
     // Of the N groups of 8 rows. A prefix fills nearly all, so all are computed: sums of missing rows are not stored.
     const int active = Part == DecodePart::kPrefixes ? N : (rows - row_tile * kRowTile + 7) / 8;
     float s[N][4] = {};
     uint32_t weights[N][2];
     score(k, key, now, mine, active, s);
     weigh(s, mine, weights);
-    Fragments::template for_values<D, Layout::kPitch>(k + Layout::kTensor, lane, [&](int i, const uint32_t(&a)[4]) {
+    Fragments::template for_values<D, typename Layout::Places>(k + Layout::kTensor, lane, [&](int i, const uint32_t(&a)[4]) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         if (n < active) multiply_add<Number>(mine.sum[i][n], a, weights[n][0], weights[n][1]);
@@ -274,7 +211,7 @@ struct DecodeBlock {
   __device__ void multiply(const Cursor& at, int stage, Rows& mine) const {
     if (row_tile * kRowTile >= rows) return;
     for (int w = key_warp; w < kDecodeWarps; w += key_warps) {
-      if (at.unit + w < at.stop) attend(part(stage, w), (at.unit + w) * kDecodeKeys, at.now, mine);
+      if (at.unit + w < at.stop) attend(shared_address(copies.part(stage, w)), (at.unit + w) * kDecodeKeys, at.now, mine);
     }
   }
 
@@ -297,8 +234,9 @@ struct DecodeBlock {
     }
 #pragma unroll
     for (int pass = 0; pass < N; pass += kPass) {
-      __syncthreads();
-      float* sums = reinterpret_cast<float*>(part(stage, warp)) + lane % 4 * 2 * Layout::kSumPitch;
+      // Until no warp reads keys from another one's part.
+      if (pass > 0 || row_warps > 1) __syncthreads(); else __syncwarp();
+      float* sums = reinterpret_cast<float*>(copies.part(stage, warp)) + lane % 4 * 2 * Layout::kSumPitch;
 #pragma unroll
       for (int i = 0; i < D / 16 * kPass * 4; ++i) {
         const int n = i / 4 % kPass, d = i / 4 / kPass * 16 + Fragments::element(lane, i % 4 / 2);
@@ -307,6 +245,7 @@ struct DecodeBlock {
       __syncthreads();
       join_warps(at, begins, stage, pass * 8, kPass * 8, tops, totals);
     }
+    if constexpr (Boxes) fence_shared_writes();
     __syncthreads();
   }
 
@@ -354,7 +293,7 @@ struct DecodeBlock {
       for (int w = tile; w < kDecodeWarps; w += row_warps) top = fmaxf(top, tops[w][first + r]);
       for (int w = tile; w < kDecodeWarps && top > -INFINITY; w += row_warps) {
         const float weight = exp2_approx(tops[w][first + r] - top);
-        const float* from = reinterpret_cast<const float*>(part(stage, w)) + r * Layout::kSumPitch + d;
+        const float* from = reinterpret_cast<const float*>(copies.part(stage, w)) + r * Layout::kSumPitch + d;
         const float4 x = *reinterpret_cast<const float4*>(from);
         total += weight * totals[w][first + r];
         sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
@@ -494,51 +433,66 @@ struct DecodeBlock {
   __device__ void run(const Share& share) {
     const int depth = Layout::stages(p.deep);
     Cursor ahead = share.cursor, at = share.cursor;
-    int block = cache_block(ahead);
+    int block = copies.cache_block(ahead);
     if constexpr (Part == DecodePart::kAll) {
       if (p.early) wait_for_dependencies();
     }
     const auto copy_next = [&](int stage) {
       if (!ahead.done()) {
-        copy(ahead, block, stage);
+        copies.start(ahead, block, stage);
         const int seq = ahead.seq;
         ahead.advance(p.batch, first_row);
-        block = cache_block(ahead);
-        if (ahead.seq > seq) prefetch_queries(ahead.now);
+        block = copies.cache_block(ahead);
+        if (!kPreloads && ahead.seq > seq) prefetch_queries(ahead.now);
       }
-      copy_commit();
+      copies.commit();
     };
     for (int i = 0; i < depth - 1; ++i) copy_next(i);
     Rows mine;
+    Queries queries;
+    if (kPreloads && !at.done()) load_queries(at.now, queries);
     bool fresh = true, begins = false;
-    for (int stage = 0; !at.done(); stage = stage + 1 == depth ? 0 : stage + 1) {
-      if (fresh) begin(at.now, mine), begins = at.unit == at.now.first();
+    for (int stage = 0, parity = 0; !at.done(); ++stage) {
+      if (stage == depth) stage = 0, parity ^= 1;
+      if (fresh) {
+        begin(at.now, mine);
+        begins = at.unit == at.now.first();
+        if constexpr (kPreloads) {
+          memcpy(mine.q, queries, sizeof(queries));
+        } else {
+          load_queries(at.now, mine.q);
+        }
+      }
       if constexpr (Part == DecodePart::kPrefixes) {
         if (fresh && begins) place_members(at, share);
       }
-      if (p.deep) {
-        copy_wait<Layout::stages(true) - 2>();
-      } else {
-        copy_wait<Layout::stages(false) - 2>();
-      }
+      copies.wait(at, stage, parity);
       // Warps that share the keys read only what they copied themselves.
       if (row_warps == 1) __syncwarp(); else __syncthreads();
       copy_next(stage == 0 ? depth - 1 : stage - 1);
-      multiply(at, stage, mine);
       fresh = at.last_tile();
+      Cursor next = at;
+      next.advance(p.batch, first_row);
+      if (kPreloads && fresh && !next.done()) load_queries(next.now, queries);
+      multiply(at, stage, mine);
       if (fresh) finish(at, begins, stage, mine);
       if constexpr (Part != DecodePart::kPrefixes) {
         if (fresh && !(begins && at.stop == at.now.last())) join_parts(at, share);
       }
-      at.advance(p.batch, first_row);
+      at = next;
     }
   }
 };
 
-template <typename T, typename C, int D, int N, bool Biased, DecodePart Part>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks)
-    decode_attention_kernel(const __grid_constant__ DecodeParams<T, Part> p) {
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
+__device__ __forceinline__ void decode_attention_block(const DecodeParams<T, Part, Boxes>& p) {
+  using Block = DecodeBlock<T, C, D, N, Biased, Part, Boxes>;
   extern __shared__ uint4 stages[];
+  __shared__ uint64_t barriers[Block::Copies::kBarriers];
+  Block block(p, reinterpret_cast<unsigned char*>(stages), shared_address(barriers));
+  if constexpr (Boxes) {
+    if (threadIdx.x == 0) block.copies.init_barriers();  // decode_share lets the others wait
+  }
   // The launch of what follows prefixes starts when every block of theirs has waited, so when all before them has ended. It
   // waits only before it reads their sums.
   if constexpr (Part == DecodePart::kPrefixes) wait_for_dependencies();
@@ -546,7 +500,6 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks
   if constexpr (Part == DecodePart::kAll) {
     if (!p.early) wait_for_dependencies();
   }
-  DecodeBlock<T, C, D, N, Biased, Part> block(p, reinterpret_cast<C*>(stages));
   block.run(decode_share(p.batch, blockIdx.y, block.first_row));
   if constexpr (Part == DecodePart::kPrefixes) return;
   if constexpr (Part == DecodePart::kRest) wait_for_dependencies();
@@ -557,6 +510,18 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N>::kBlocks
     T* out = p.attention.out + row * width;
     for (int64_t i = threadIdx.x; i < width; i += kDecodeThreads) out[i] = from_float<T>(0.0f);
   }
+}
+
+
+template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N, Boxes>::kBlocks)
+    decode_attention_kernel(const __grid_constant__ DecodeParams<T, Part, Boxes> p) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr bool kCompiled = true;
+#else
+  constexpr bool kCompiled = !Boxes;
+#endif
+  if constexpr (kCompiled) decode_attention_block<T, C, D, N, Biased, Part, Boxes>(p);
 }
 
 }  // namespace raylm::cuda

@@ -30,25 +30,26 @@ struct DecodeFragments {
   // Which element of a chunk the rows lane / 4 and + 8 of a product with values are.
   __device__ static int element(int lane, bool second) { return second * 8 + lane / 4; }
 
-  // Calls body(chunk, matrix) for every chunk. `keys`, `values`: a tensor of kDecodeKeys rows of kPitch elements.
-  template <int D, int kPitch, typename Body>
-  __device__ static void for_keys(const C* keys, int lane, const Body& body) {
-    const uint32_t from = shared_address(keys + lane % 16 * kPitch + lane / 16 * 8);
+  // Calls body(chunk, matrix) for every chunk. `keys`, `values`: addresses of kDecodeKeys rows in Places
+  // (decode_places.cuh).
+  template <int D, typename Places, typename Body>
+  __device__ static void for_keys(uint32_t keys, int lane, const Body& body) {
+    const uint32_t from = keys + Places::at(lane % 16, lane / 16);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       uint32_t a[4];
-      load_matrices(a, from + i * 32);
+      load_matrices(a, Places::behind(from, i));
       body(i, a);
     }
   }
 
-  template <int D, int kPitch, typename Body>
-  __device__ static void for_values(const C* values, int lane, const Body& body) {
-    const uint32_t from = shared_address(values + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8);
+  template <int D, typename Places, typename Body>
+  __device__ static void for_values(uint32_t values, int lane, const Body& body) {
+    const uint32_t from = values + Places::at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
       uint32_t a[4];
-      load_matrices_transposed(a, from + i * 32);
+      load_matrices_transposed(a, Places::behind(from, i));
       body(i, a);
     }
   }
@@ -71,13 +72,13 @@ struct DecodeFragments<T, Code> {
   __device__ static int element(int lane, bool second) { return lane / 4 * 2 + second; }
 
   // Lane l gives the address of key l % 16 in chunk l / 16 of two.
-  template <int D, int kPitch, typename Body>
-  __device__ static void for_keys(const Code* keys, int lane, const Body& body) {
-    const uint32_t from = shared_address(keys + lane % 16 * kPitch + lane / 16 * 16);
+  template <int D, typename Places, typename Body>
+  __device__ static void for_keys(uint32_t keys, int lane, const Body& body) {
+    const uint32_t from = keys + Places::at(lane % 16, lane / 16);
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) {
       uint32_t x[4];
-      load_matrices(x, from + i * 32);
+      load_matrices(x, Places::behind(from, i));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t low = x[2 * h], high = x[2 * h + 1];  // keys 0 to 7, 8 to 15
@@ -87,14 +88,14 @@ struct DecodeFragments<T, Code> {
     }
   }
 
-  template <int D, int kPitch, typename Body>
-  __device__ static void for_values(const Code* values, int lane, const Body& body) {
+  template <int D, typename Places, typename Body>
+  __device__ static void for_values(uint32_t values, int lane, const Body& body) {
     constexpr unsigned kEvenFirst = 0x3120;  // bytes 0, 2, 1, 3: the even element of both keys, then the odd one
-    const uint32_t from = shared_address(values + lane % 16 * kPitch + lane / 16 * 16);
+    const uint32_t from = values + Places::at(lane % 16, lane / 16);
 #pragma unroll
     for (int i = 0; i < D / 32; ++i) {
       uint32_t x[4];
-      load_matrices_transposed(x, from + i * 32);
+      load_matrices_transposed(x, Places::behind(from, i));
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t low = __byte_perm(x[2 * h], 0, kEvenFirst), high = __byte_perm(x[2 * h + 1], 0, kEvenFirst);
