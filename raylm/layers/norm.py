@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
+from raylm.layers.halves import Halves
 from raylm.layers.heads import HeadShare
 from raylm.layers.slots import Slot, SlotName, empty_parameter
 from raylm.parallel import collectives
@@ -37,8 +38,12 @@ class RMSNorm(nn.Module):
         self._offset = offset
         self.weight = empty_parameter(size, dtype=dtype, device=context.device)
 
-    def forward(self, x: Tensor, delta: Tensor | Sent | None = None) -> ops.Rows:
+    def forward(self, x: Tensor, delta: Tensor | Sent | Halves | None = None) -> ops.Rows:
         """The norm of x [..., size]; with a delta (of x's shape), this is added to x in place first."""
+        if isinstance(delta, Halves):
+            if not self._scales:
+                return ops.add_halves_rms_norm(delta.parts, x, self.weight, self._eps)
+            delta = delta.total()
         if self._scales:
             return self._scaled(x, delta)
         if self._context.deterministic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from raylm import ops
+from raylm.layers.halves import Halves
 from raylm.layers.linear import RowParallelLinear
 from raylm.layers.norm import LayerNorm, RMSNorm
 from raylm.parallel import collectives
@@ -28,7 +29,7 @@ class ResidualStream:
         self._context = context
         self._norms_sum = norms_sum
         self._multiplier = multiplier
-        self._waiting: Tensor | Sent | None = None
+        self._waiting: Tensor | Sent | Halves | None = None
 
     def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
         """The norm of the stream; `norm` was made without `scales`."""
@@ -42,10 +43,10 @@ class ResidualStream:
         rows: ops.Rows = norm(self._hidden, waiting)
         return rows
 
-    def add(self, delta: Tensor | Sent) -> None:
+    def add(self, delta: Tensor | Sent | Halves) -> None:
         """Add `delta`, which may be overwritten. Where norms sum, it is what a RowParallelLinear returned."""
         assert self._waiting is None, "the stream is read between two additions"
-        assert isinstance(delta, Tensor) or self._multiplier == 1.0, "rows that are sent cannot be multiplied"
+        assert isinstance(delta, Tensor) or self._multiplier == 1.0, "only a whole sum can be multiplied"
         if isinstance(delta, Tensor) and self._multiplier != 1.0:
             delta = delta.mul_(self._multiplier)
         self._waiting = delta
@@ -53,8 +54,11 @@ class ResidualStream:
     def add_product(self, linear: RowParallelLinear, x: ops.Rows) -> None:
         """Add linear(x); of many rows either without another pass over the stream, or with other ranks' rows sent while
         it is computed."""
-        if self._multiplier == 1.0 and (sent := linear.send_product(x)) is not None:
+        is_plain = self._multiplier == 1.0
+        if is_plain and (sent := linear.send_product(x)) is not None:
             self.add(sent)
+        elif is_plain and (halves := linear.product_in_halves(x)) is not None:
+            self.add(halves)
         elif not linear.add_product(self._hidden, x, self._multiplier):
             self.add(linear(x))
 
@@ -62,6 +66,8 @@ class ResidualStream:
         """The stream itself, with everything added that waits."""
         if (waiting := self._waiting) is not None:
             self._waiting = None
+            if isinstance(waiting, Halves):
+                waiting = waiting.total()
             assert isinstance(waiting, Tensor), "rows that are sent are summed by a norm"
             # Without a norm behind it, what was left to one is summed here.
             left = self._norms_sum and collectives.norm_sums(waiting, self._context)

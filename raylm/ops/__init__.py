@@ -88,6 +88,7 @@ extension.load()
 
 _rms_norm: Callable[..., Tensor] = torch.ops.raylm.rms_norm.default
 _add_rms_norm: Callable[..., Tensor] = torch.ops.raylm.add_rms_norm.default
+_add_halves_rms_norm: Callable[..., Tensor] = torch.ops.raylm.add_halves_rms_norm.default
 _rotary: Callable[..., None] = torch.ops.raylm.rotary.default
 _store_kv: Callable[..., None] = torch.ops.raylm.store_kv.default
 _rope_store: Callable[..., None] = torch.ops.raylm.rope_store.default
@@ -128,6 +129,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual [T, H] += x [T, H] in place; returns the norm of the new residual."""
     return _add_rms_norm(x, residual, weight, eps)
+
+
+def add_halves_rms_norm(halves: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """add_rms_norm of the sum of halves [2, T, H], which is not rounded before it is added."""
+    return _add_halves_rms_norm(halves, residual, weight, eps)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:

@@ -43,6 +43,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
+def add_halves_rms_norm(halves: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.copy_(halves[0].float() + halves[1].float() + residual.float())
+    return rms_norm(residual, weight, eps)
+
+
 def rotary(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # each [T, 1, R/2]
     half = cos.shape[-1]
@@ -367,6 +372,7 @@ def _attend(
 _KERNELS = (
     rms_norm,
     add_rms_norm,
+    add_halves_rms_norm,
     rotary,
     store_kv,
     rope_store,

@@ -22,6 +22,7 @@ NAMESPACE = "raylm"
 SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "add_rms_norm": "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
+    "add_halves_rms_norm": "(Tensor halves, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
     "rotary": "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin) -> ()",
     "store_kv": (
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
@@ -258,6 +259,7 @@ def _gather_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
 _FAKES = {
     "rms_norm": _like,
     "add_rms_norm": _like,
+    "add_halves_rms_norm": lambda halves, residual, *_: residual.new_empty(residual.shape),
     "rotary": _nothing,
     "store_kv": _nothing,
     "rope_store": _nothing,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.embedding import VocabParallelEmbedding
+from raylm.layers.halves import MAX_ROWS, MIN_ROWS, Halves, in_halves
 from raylm.layers.heads import kv_heads_of_rank
 from raylm.layers.linear import (
     MIN_ROWS_TO_ADD,
@@ -15,6 +17,8 @@ from raylm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from raylm.layers.norm import RMSNorm
+from raylm.layers.residual import ResidualStream
 from raylm.layers.slots import Loadable
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
@@ -116,6 +120,51 @@ def test_many_rows_are_added_to_the_residual_in_the_product() -> None:
     assert layer.add_product(residual, x, 1.0)
     # The library may round the product before it adds.
     assert ((residual.double() - expected).abs() <= 2**-8 * (exact.abs() + expected.abs())).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [MIN_ROWS, 200, MAX_ROWS])
+def test_some_rows_are_multiplied_in_halves_that_the_norm_adds(rows: int) -> None:
+    one, size, dtype = ParallelContext.single(torch.device("cuda")), 4096, torch.bfloat16
+    layer = RowParallelLinear(size, size, bias=False, context=one, dtype=dtype, norm_follows=True)
+    norm = RMSNorm(size, 1e-5, context=one, dtype=dtype)
+    weight = layer.weight.plain
+    assert weight is not None
+    weight.normal_(std=size**-0.5)
+    norm.weight.normal_()
+    x, before = (torch.randn(rows, size, dtype=dtype, device="cuda") for _ in range(2))
+    halves = layer.product_in_halves(x)
+    assert halves is not None
+    exact = before.double() + x.double() @ weight.double().t()
+    residual, total = before.clone(), before + halves.total()
+    normed = norm(residual, halves)
+    assert isinstance(normed, torch.Tensor)
+    for found in (residual, total):
+        assert ((found.double() - exact).abs() <= 2**-8 * (exact.abs() + 2 * halves.parts.double().abs().sum(0))).all()
+    torch.testing.assert_close(normed, ops.rms_norm(residual, norm.weight, 1e-5))
+    stream = ResidualStream(before.clone(), one, norms_sum=True)
+    stream.add_product(layer, x)
+    assert torch.equal(stream.normed(norm), normed)
+    assert layer.product_in_halves(x[: MIN_ROWS - 1]) is None
+    assert layer.product_in_halves(x.repeat(4, 1)[: MAX_ROWS + 1]) is None
+
+
+def test_a_cpu_has_no_products_in_halves() -> None:
+    assert in_halves(torch.ones(MIN_ROWS, 4096).half(), torch.ones(1, 1).half().expand(4096, 4096)) is None
+
+
+def test_halves_that_wait_are_part_of_the_stream() -> None:
+    one = ParallelContext.single(CPU)
+    halves, before = torch.randn(2, 3, 8), torch.randn(3, 8)
+    stream = ResidualStream(before.clone(), one)
+    stream.add(Halves(halves))
+    torch.testing.assert_close(stream.total(), before + halves.sum(0))
+    for scales in (False, True):
+        norm = RMSNorm(8, 1e-5, context=one, dtype=F32, scales=scales)
+        norm.weight.fill_(1)
+        residual = before.clone()
+        norm(residual, Halves(halves))
+        torch.testing.assert_close(residual, before + halves.sum(0))
 
 
 @pytest.mark.parametrize("vocab_size", [8, 7, 5])

@@ -1,4 +1,4 @@
-"""raylm::rms_norm and raylm::add_rms_norm."""
+"""raylm::rms_norm, raylm::add_rms_norm and raylm::add_halves_rms_norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, rms_norm
 
-pytestmark = pytest.mark.operators("rms_norm", "add_rms_norm")
+pytestmark = pytest.mark.operators("rms_norm", "add_rms_norm", "add_halves_rms_norm")
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
@@ -55,6 +55,17 @@ def test_add_rms_norm_of_many_and_of_long_rows(op, device, rows, hidden):
     close(out, rms_norm(expected, weight, 1e-5), scale=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "hidden"), [(9, 64), (256, 4096), (5, 99), (3, 40_000)])
+def test_the_halves_of_a_sum_are_added_before_it_is_rounded(op, device, dtype, rows, hidden):
+    halves = _random(2, rows, 2 * hidden, dtype=dtype, device=device)[:, :, :hidden]
+    residual, weight = _random(rows, hidden, dtype=dtype, device=device), _random(hidden, dtype=dtype, device=device)
+    expected = (halves[0].float() + halves[1].float() + residual.float()).to(dtype)
+    out = op("add_halves_rms_norm")(halves, residual, weight, 1e-5)
+    assert torch.equal(residual, expected)
+    close(out, rms_norm(expected, weight, 1e-5), scale=2)
+
+
 def test_nan_is_not_hidden(op, device):
     x = torch.ones(2, 64, device=device)
     x[1, 3] = float("nan")
@@ -66,6 +77,9 @@ def test_opcheck():
     x, weight = _random(4, 64), _random(64)
     torch.library.opcheck(torch.ops.raylm.rms_norm.default, (x, weight, 1e-6))
     torch.library.opcheck(torch.ops.raylm.add_rms_norm.default, (x, _random(4, 64), weight, 1e-6))
+    torch.library.opcheck(
+        torch.ops.raylm.add_halves_rms_norm.default, (_random(2, 4, 64), _random(4, 64), weight, 1e-6)
+    )
 
 
 def test_bad_arguments_are_named(needs_extension):

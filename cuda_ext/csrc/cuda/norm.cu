@@ -38,7 +38,7 @@ bool fits_vectors(const NormParams<T>& p) {
     return is_aligned(pointer) && a % kVec<T> == 0 && b % kVec<T> == 0;
   };
   return fits(p.x, p.outer_stride, p.inner_stride) && fits(p.residual, p.residual_stride, 0) &&
-         fits(p.weight, p.hidden, 0) && fits(p.out, 0, 0) && p.hidden <= kMaxVecs * 1024 * kVec<T>;
+         fits(p.weight, p.hidden, 0) && fits(p.out, 0, 0) && fits(p.other, 0, 0) && p.hidden <= kMaxVecs * 1024 * kVec<T>;
 }
 
 // Up to two leading dimensions of x may be strided: the heads of a fused projection.
@@ -79,6 +79,27 @@ Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps) {
   return run("add_rms_norm", x, &residual, weight, eps);
 }
 
+Tensor add_halves_rms_norm(Tensor halves, Tensor residual, Tensor weight, double eps) {
+  const char* op = "add_halves_rms_norm";
+  check_norm(op, residual, &residual, weight);
+  Arg(op, "halves", halves).dtype({residual.scalar_type()}).dim(3).size(0, 2, "halves").last_contiguous();
+  Arg(op, "halves", halves).size(1, residual.size(0), "as residual").size(2, residual.size(1), "as residual");
+  Arg(op, "halves", halves).on_device_of(residual);
+  Arg(op, "weight", weight).on_device_of(residual);
+  Tensor out = torch::stable::new_empty(residual, residual.sizes());
+  if (residual.numel() == 0) return out;
+  const Guard guard(residual.get_device_index());
+  by_dtype(residual, [&](auto type) {
+    using T = decltype(type);
+    NormParams<T> params = params_of(residual, &residual, weight, data<T>(out), eps);
+    params.x = data<T>(halves), params.other = params.x + halves.stride(0), params.outer_stride = halves.stride(1);
+    fits_vectors(params) ? launch_vec<false>(params, {}, current_stream(residual))
+                         : launch_any(params, current_stream(residual));
+  });
+  check_launch(op);
+  return out;
+}
+
 std::tuple<Tensor, Tensor> scaled_rms_norm(Tensor x, std::optional<Tensor> residual, Tensor weight, double eps) {
   const char* op = "scaled_rms_norm";
   const Tensor* added = residual ? &*residual : nullptr;
@@ -105,6 +126,7 @@ std::tuple<Tensor, Tensor> scaled_rms_norm(Tensor x, std::optional<Tensor> resid
 STABLE_TORCH_LIBRARY_IMPL(raylm, CUDA, m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  m.impl("add_halves_rms_norm", TORCH_BOX(&add_halves_rms_norm));
   m.impl("scaled_rms_norm", TORCH_BOX(&scaled_rms_norm));
 }
 

@@ -15,6 +15,7 @@ struct NormParams {
   T* out;  // contiguous rows
   int64_t hidden;
   float eps;
+  const T* other = nullptr;  // where rows are a sum of two parts, the second one, laid out as x
 
   __device__ const T* row(int64_t r) const { return x + r / inner * outer_stride + r % inner * inner_stride; }
 };
@@ -54,7 +55,12 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(NormParams<T> p, ScaledO
     if (p.residual) {
       const Vec<T> before = Vec<T>::load(residual + at);
       // As rounded to T, like every later reader sees it.
-      for (int i = 0; i < kSize; ++i) held[j].set(i, held[j][i] + before[i]);
+      if (p.other) {
+        const Vec<T> more = Vec<T>::load(p.other + (x - p.x) + at);
+        for (int i = 0; i < kSize; ++i) held[j].set(i, held[j][i] + more[i] + before[i]);
+      } else {
+        for (int i = 0; i < kSize; ++i) held[j].set(i, held[j][i] + before[i]);
+      }
       held[j].store(residual + at);
     }
     for (int i = 0; i < kSize; ++i) squares += held[j][i] * held[j][i];
@@ -82,6 +88,7 @@ __global__ void rms_norm_any_kernel(NormParams<T> p) {
   for (int64_t i = threadIdx.x; i < p.hidden; i += blockDim.x) {
     float v = to_float(x[i]);
     if (residual) {
+      if (p.other) v += to_float(p.other[x - p.x + i]);
       residual[i] = from_float<T>(v + to_float(residual[i]));
       v = to_float(residual[i]);
     }
