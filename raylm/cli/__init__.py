@@ -17,7 +17,7 @@ _COMMANDS = (serve, generate, chat, top, batch, bench, simulate, convert, doctor
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. An error of the user's making is one line on stderr and exit code 2."""
-    args = make_parser().parse_args(argv)
+    args = make_parser().parse_args([dashed(word) for word in (sys.argv[1:] if argv is None else argv)])
     configure(args.log_level or getattr(args, "default_log_level", "WARNING"))
     try:
         code: int = args.run(args)
@@ -27,6 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def dashed(word: str) -> str:
+    """An option written with underscores (--max_model_len), which vLLM takes too, with dashes."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def make_parser() -> argparse.ArgumentParser:

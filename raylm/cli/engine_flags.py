@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from raylm.config.engine_keys import EngineKey, Sections, engine_keys, engine_sections
-from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE, Renamed
+from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE, Renamed, flag
 from raylm.config.vllm_objects import OBJECTS
 
 _DEST = "engine:"
@@ -17,20 +18,22 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """All of them; an option that the command has already stays the command's."""
     group = parser.add_argument_group("engine", "Keys of the configuration; vLLM's names of them are taken too.")
     for key in engine_keys().values():
-        _add(parser, group, _flag(key.name), key, help=_help(key))
+        _add(parser, group, flag(key.name), key, help=_help(key))
     for name, renamed in NAMES.items():
-        _add(parser, group, _flag(name), engine_keys()[renamed.key], renamed=renamed, dest=name, help=argparse.SUPPRESS)
+        _add(parser, group, flag(name), engine_keys()[renamed.key], renamed=renamed, dest=name, help=argparse.SUPPRESS)
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for name in OBJECTS:
-        if _flag(name) not in parser._option_string_actions:
-            group.add_argument(_flag(name), dest=_DEST + name, type=_json, **hidden)
+        if flag(name) not in parser._option_string_actions:
+            group.add_argument(flag(name), dest=_DEST + name, type=_json, **hidden)
     for name in ANYWAY:
-        if _flag(name) not in parser._option_string_actions:
+        if flag(name) not in parser._option_string_actions:
+            words = [flag(name)] if name in TAKES_VALUE or name.startswith("no_") else [flag(name), flag(f"no_{name}")]
+            words = [word for word in words if word not in parser._option_string_actions]
             nargs = 1 if name in TAKES_VALUE else 0
-            group.add_argument(_flag(name), dest=_DEST + name, action=_Ignored, nargs=nargs, **hidden)
+            group.add_argument(*words, dest=_DEST + name, action=_Ignored, nargs=nargs, **hidden)
     for name in REFUSED:
-        if _flag(name) not in parser._option_string_actions:
-            group.add_argument(_flag(name), dest=name, action=_Refused, nargs="?", **hidden)
+        if flag(name) not in parser._option_string_actions:
+            group.add_argument(flag(name), dest=name, action=_Refused, nargs="?", **hidden)
 
 
 class _Ignored(argparse.Action):
@@ -56,28 +59,24 @@ def given_engine(args: argparse.Namespace) -> Sections:
 def _add(
     parser: argparse.ArgumentParser,
     group: argparse._ArgumentGroup,
-    flag: str,
+    word: str,
     key: EngineKey,
     *,
     help: str,
     renamed: Renamed | None = None,
     dest: str | None = None,
 ) -> None:
-    if flag in parser._option_string_actions:
+    if word in parser._option_string_actions:
         return
     options: dict[str, Any] = {"dest": _DEST + (dest or key.name), "default": argparse.SUPPRESS, "help": help}
     if (renamed is not None and renamed.is_flag) or (key.kind is bool and not key.several):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        group.add_argument(word, action=argparse.BooleanOptionalAction, **options)
         return
     if key.several or (renamed is not None and renamed.rest is not None):
         options["nargs"] = "+"
     usual = {int: "N", float: "X", dict: "JSON"}.get(key.kind, "TEXT")
     options["metavar"] = "|".join(map(str, key.choices)) or usual
-    group.add_argument(flag, type=_json if key.kind is dict else key.kind, **options)
-
-
-def _flag(name: str) -> str:
-    return f"-{name}" if len(name) == 2 else "--" + name.replace("_", "-")
+    group.add_argument(word, type=_TYPES.get(key.kind, key.kind), **options)
 
 
 def _help(key: EngineKey) -> str:
@@ -91,3 +90,21 @@ def _json(text: str) -> object:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a JSON object is expected, got {text}") from None
+
+
+def _count(text: str) -> int:
+    """A whole number, as vLLM takes it too: 8k is 8,000, 8K 8,192; so with m and M, g and G."""
+    unit = text[-1:]
+    try:
+        if unit not in _UNITS:
+            return int(text)
+        count = float(text[:-1]) * _UNITS[unit]
+    except ValueError:
+        count = 0.5
+    if not count.is_integer():
+        raise argparse.ArgumentTypeError(f"invalid whole number {text!r}; such as 8192, 8k (8,000) or 8K (8,192)")
+    return int(count)
+
+
+_UNITS = {unit: base**power for base, units in ((1000, "kmg"), (1024, "KMG")) for power, unit in enumerate(units, 1)}
+_TYPES: dict[type, Callable[[str], object]] = {dict: _json, int: _count}

@@ -88,3 +88,4 @@ OBJECTS: dict[str, ObjectOption] = {
     ),
 }
 """vLLM's name -> what it is here."""
+OBJECTS["sc"] = OBJECTS["speculative_config"]

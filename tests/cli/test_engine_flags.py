@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raylm import LLM
-from raylm.cli import make_parser
+from raylm.cli import dashed, make_parser
 from raylm.cli.options import engine_config
 from raylm.config.engine import EngineConfig
 from raylm.config.engine_keys import engine_keys, engine_sections
-from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE
+from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, TAKES_VALUE, flag
 from raylm.config.vllm_objects import OBJECTS
 from raylm.errors import ConfigError
 from raylm.serving.program.serve_file import serve_config
@@ -26,8 +26,8 @@ def test_every_key_is_an_option():
     """Each with a value of its type reaches its key."""
     parser = make_parser()
     for key in engine_keys().values():
-        flag = "--" + key.name.replace("_", "-")
-        words = [flag] if key.kind is bool else [flag, str(key.choices[0]) if key.choices else _SAMPLES[key.kind]]
+        word = flag(key.name)
+        words = [word] if key.kind is bool else [word, str(key.choices[0]) if key.choices else _SAMPLES[key.kind]]
         args = parser.parse_args(["serve", "m", *words])
         value = vars(args)["engine:" + key.name]
         assert (value[0] if key.several else value) is not None, key
@@ -139,10 +139,9 @@ def test_several_served_names_are_a_name_and_aliases():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_raylm_has_not_is_refused_by_name(name: str, capsys: pytest.CaptureFixture[str]):
-    flag = f"-{name}" if len(name) == 2 else "--" + name.replace("_", "-")
     with pytest.raises(SystemExit):
-        make_parser().parse_args(["serve", flag, "1", "some/model"])
-    assert f"{flag} is not taken: {REFUSED[name]}" in capsys.readouterr().err
+        make_parser().parse_args(["serve", flag(name), "1", "some/model"])
+    assert f"{flag(name)} is not taken: {REFUSED[name]}" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=f"{name} is not taken: "):
         engine_sections({name: 1}, source="LLM(...)")
 
@@ -152,6 +151,32 @@ def test_what_asks_for_what_is_done_anyway():
         words = ["--" + name.replace("_", "-"), *(["1"] if name in TAKES_VALUE else [])]
         assert engine_config(make_parser().parse_args(["doctor", *words, "some/model"])) == given()
         assert engine_sections({name: True}, source="LLM(...)") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("2m", 2_000_000)]
+)
+def test_numbers_with_units(text: str, count: int):
+    assert given("--max-model-len", text).model.max_model_len == count
+
+
+@pytest.mark.parametrize("text", ["k", "1.0001k", "8kb", "eight"])
+def test_numbers_that_are_not_whole(text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        given("--max-num-batched-tokens", text)
+    error = capsys.readouterr().err
+    assert "argument --max-num-batched-tokens: " in error and text in error
+
+
+def test_short_names_and_underscores():
+    assert given("-q", "fp8", "-tp", "2") == given("--quantization", "fp8", "--tensor", "2")
+    draft = ("-sc", '{"method": "ngram", "num_speculative_tokens": 3}')
+    assert (
+        given(*draft).speculation == given("--speculation-method", "ngram", "--speculation-num-drafts", "3").speculation
+    )
+    assert given("--no-enable-chunked-prefill", "--no-async-scheduling") == given()
+    assert dashed("--max_model_len=a_b") == "--max-model-len=a_b"
+    assert [dashed(word) for word in ("a_b", "-a_b", "--max-model-len")] == ["a_b", "-a_b", "--max-model-len"]
 
 
 def test_the_tables_do_not_overlap():

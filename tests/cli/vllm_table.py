@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from raylm.config.engine_keys import engine_keys
-from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED
+from raylm.config.vllm_names import ANYWAY, NAMES, REFUSED, flag
 from raylm.config.vllm_objects import OBJECTS
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md"
@@ -21,13 +21,13 @@ def table() -> str:
     for name, renamed in NAMES.items():
         key = engine_keys()[renamed.key]
         note = f"; {renamed.note}" if renamed.note else ""
-        rows[_flag(name)] = f"`{_flag(key.name)}` (`{key.section}.{key.key}`){note}"
+        rows[flag(name)] = f"`{flag(key.name)}` (`{key.section}.{key.key}`){note}"
     for name, option in OBJECTS.items():
-        fields = [f"`{field}` is `{_flag(key)}`" for field, key in option.fields.items()]
+        fields = [f"`{field}` is `{flag(key)}`" for field, key in option.fields.items()]
         fields += [f"`{field}`: {reason}" for field, reason in option.anyway.items()]
-        rows[_flag(name)] = f"a JSON object: {'; '.join(fields)}"
-    rows |= {_flag(name): f"changes nothing: {reason}" for name, reason in ANYWAY.items()}
-    rows |= {_flag(name): f"refused: {reason}" for name, reason in REFUSED.items()}
+        rows[flag(name)] = f"a JSON object: {'; '.join(fields)}"
+    rows |= {flag(name): f"changes nothing: {reason}" for name, reason in ANYWAY.items()}
+    rows |= {flag(name): f"refused: {reason}" for name, reason in REFUSED.items()}
     lines = [f"| `{name}` | {rows[name]} |" for name in sorted(rows)]
     return "\n".join(["| vLLM's | here |", "| --- | --- |", *lines])
 
@@ -37,10 +37,6 @@ def text() -> str:
     page = PATH.read_text(encoding="utf-8")
     before, rest = page.split(_BEGIN)
     return f"{before}{_BEGIN}\n{table()}\n{_END}{rest.split(_END)[1]}"
-
-
-def _flag(name: str) -> str:
-    return f"-{name}" if len(name) == 2 else "--" + name.replace("_", "-")
 
 
 if __name__ == "__main__":
