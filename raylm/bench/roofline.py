@@ -128,7 +128,8 @@ def needs(
     inner = sum(product.rows * product.n for product in products[2 * layers :: 2])
     inner += sum(product.rows * product.k for product in products[2 * layers + 1 :: 2])
     seen = [min(1.0, layer.window * step.tokens / step.pairs) if layer.window else 1.0 for layer in arch.layers]
-    # A norm reads what came and the residual stream and writes both, or its product has added them already.
+    # A norm reads what came and the residual stream and writes both, or its product has added them already. (What comes
+    # in halves counts once.)
     streams = 2 if tokens >= MIN_ROWS_TO_ADD else 4
     cached = cache_item * 2 * kv * step.keys * sum(seen)
     attention = Need(cached + item * layers * 2 * q * tokens, 4 * q * step.pairs * sum(seen))

@@ -29,17 +29,20 @@ class Halves(NamedTuple):
 
 
 def in_halves(x: Tensor, weight: Tensor) -> Halves | None:
-    """x [T, K] times the transpose of `weight` [H, K]; None where halves are no faster, and where K is odd."""
+    """x [T, K] times the transpose of `weight` [H, K], both of 16 bits on a Hopper GPU; None elsewhere, and where
+    halves are no faster."""
     rows, (out_size, in_size) = len(x), weight.shape
     if not MIN_ROWS <= rows <= MAX_ROWS or weight.numel() < _MIN_ELEMENTS or in_size % 16 or weight.itemsize != 2:
         return None
     tiles = -(-rows // _TILE) * -(-out_size // _TILE)
-    if not x.is_cuda or 2 * tiles > _multiprocessors(x.device):
+    if 2 * tiles > room_for_tiles(x.device):
         return None
     half = in_size // 2
     return Halves(torch.bmm(x.view(rows, 2, half).transpose(0, 1), weight.view(out_size, 2, half).permute(1, 2, 0)))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def room_for_tiles(device: torch.device) -> int:
+    """How many tiles run at a time, each on a multiprocessor; 0 where nothing has been measured."""
+    is_measured = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return torch.cuda.get_device_properties(device).multi_processor_count if is_measured else 0

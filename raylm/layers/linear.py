@@ -193,21 +193,22 @@ class RowParallelLinear(nn.Module):
     def add_product(self, residual: Tensor, x: ops.Rows, multiplier: float) -> bool:
         """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
         it was. Few rows are for raylm's own product and norm."""
-        plain = self._alone(x)
-        if plain is None or not isinstance(x, Tensor) or len(x) < MIN_ROWS_TO_ADD:
+        plain = self._alone
+        if plain is None or not isinstance(x, Tensor) or not x.is_cuda or len(x) < MIN_ROWS_TO_ADD:
             return False
         residual.addmm_(x, plain.t(), alpha=multiplier)
         return True
 
     def product_in_halves(self, x: ops.Rows) -> Halves | None:
         """The product for the norm that follows, as halves that it adds up, where that is faster; None elsewhere."""
-        plain = self._alone(x)
+        plain = self._alone
         return in_halves(x, plain) if plain is not None and isinstance(x, Tensor) else None
 
-    def _alone(self, x: ops.Rows) -> Tensor | None:
+    @property
+    def _alone(self) -> Tensor | None:
         """The weight, where the product is nothing but x times it, for the norm that follows; else None."""
-        is_alone = isinstance(x, Tensor) and x.is_cuda and self._norm_follows and self._context.tensor_size == 1
-        return self.weight.plain if is_alone and self.bias is None and not self._context.deterministic else None
+        is_alone = self._norm_follows and self._context.tensor_size == 1 and self.bias is None
+        return self.weight.plain if is_alone else None
 
     def send_product(self, x: ops.Rows) -> Sent | None:
         """The product for the norm that follows, with the other ranks' rows sent while it is computed

@@ -53,7 +53,7 @@ class ResidualStream:
 
     def add_product(self, linear: RowParallelLinear, x: ops.Rows) -> None:
         """Add linear(x); of many rows either without another pass over the stream, or with other ranks' rows sent while
-        it is computed."""
+        it is computed; of fewer in halves."""
         is_plain = self._multiplier == 1.0
         if is_plain and (sent := linear.send_product(x)) is not None:
             self.add(sent)

@@ -48,6 +48,7 @@ class Build:
     path: str = ""
     """Of the part that is being made, in names of parameters: "layers.3.mlp."."""
     _tables: dict[RopeSettings, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _stretches: dict[RopeSettings, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def at(self, name: str) -> Build:
         """For the part `name` of this part."""
@@ -73,11 +74,14 @@ class Build:
         return self._tables[rope]
 
     def query_stretch(self, rope: RopeSettings | None) -> Tensor | None:
-        """As rotary.query_stretch; None where it changes no query."""
+        """As rotary.query_stretch, one for all layers of equal settings; None where it changes no query."""
         length = self.arch.max_position
         if rope is None or not rope.stretches_queries(length):
             return None
-        return query_stretch(rope, max_position=length, dtype=self.dtype, device=self.context.device)
+        if rope not in self._stretches:
+            device = self.context.device
+            self._stretches[rope] = query_stretch(rope, max_position=length, dtype=self.dtype, device=device)
+        return self._stretches[rope]
 
     def stream(self, hidden: Tensor) -> ResidualStream:
         """The residual stream of a step, which begins as `hidden` and overwrites it."""

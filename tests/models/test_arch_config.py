@@ -121,6 +121,12 @@ def test_mistrals_text_section(tmp_path: Path) -> None:
     text |= {"model_type": "ministral3", "sliding_window": None}
     rope = arch(tmp_path, **given).layers[0].rope
     assert rope is not None and (rope.kind, rope.query_beta, rope.original_max_position) == ("yarn", 0.1, 16384)
+    text["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16384}
+    rope = arch(tmp_path, **given).layers[0].rope
+    assert rope is not None and (rope.factor, rope.query_beta) == (2.0, 0.0)
+    text["model_type"] = ["mistral"]
+    with pytest.raises(ConfigError, match=r"text_config: model_type is \['mistral'\]; allowed: one of mistral"):
+        arch(tmp_path, **given)
     text["model_type"] = "mistral4"
     with pytest.raises(ConfigError, match="text_config: model_type is 'mistral4'; allowed: one of mistral, ministral3"):
         arch(tmp_path, **given)

@@ -27,7 +27,7 @@ void launch(const AttentionParams<T>& params, int64_t num_tokens, const float* a
 
 // Launches the kernels that the step needs, those for tensor cores where the shapes fit.
 template <typename T, typename C>
-void launch_all(AttentionParams<T> params, const AttentionCall& call, int64_t num_blocks, bool invariant) {
+void launch_all(AttentionParams<T> params, const AttentionCall& call, bool invariant) {
   const cudaStream_t stream = current_stream(call.q);
   if constexpr (sizeof(T) == 2) {
     if (!invariant && (decode_with_prefixes<T, C>(params, call) || decode_attention<T, C>(params, call))) {
@@ -36,7 +36,7 @@ void launch_all(AttentionParams<T> params, const AttentionCall& call, int64_t nu
     if (call.max_query_len < params.min_query_len) return;
     // Fewer queries do not fill the rows of a tile.
     const bool many = invariant || call.max_query_len > kMaxDecodeQueries;
-    const PrefillSizes sizes{call.q.size(0), num_blocks, params.min_query_len};
+    const PrefillSizes sizes{call.q.size(0), call.num_blocks, params.min_query_len};
     if (many && (prefill_attention_hopper<T, C>(params, sizes, call) ||
                  prefill_attention<T, C>(params, sizes, call.alibi_slopes, stream))) {
       return;
@@ -86,7 +86,7 @@ Tensor attend(const char* op, bool invariant, const Tensor& q, const Tensor& k_c
     by_cache<T>(k_cache, [&](auto element) {
       using C = decltype(element);
       const AttentionCall call{q, max_query_len, max_seq_len, k_cache.size(0), slopes, arrivals, prefixes, frozen};
-      launch_all<T, C>(params, call, k_cache.size(0), invariant);
+      launch_all<T, C>(params, call, invariant);
     });
   });
   check_launch(op);

@@ -117,7 +117,7 @@ int64_t columns_of(const AttentionParams<T>& attention, int64_t rows) {
 // zeros, and are so again when the kernel has ended; prefixes have none.
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
 DecodeLaunch<T, Part, Boxes> prepare(const AttentionParams<T>& attention, const AttentionCall& call, int64_t rows,
-                              int64_t more = 0, int most = INT_MAX) {
+                                     int64_t more = 0, int most = INT_MAX) {
   using Layout = DecodeLayout<C, D, N, Boxes>;
   constexpr auto* resident = resident_blocks<T, C, D, N, Biased, Part, Boxes>;
   const int32_t device = call.q.get_device_index();
@@ -246,8 +246,9 @@ bool decode_after_prefixes(const AttentionParams<T>& params, const AttentionCall
   const BlocksOfBoth most = blocks_of_both(all, device, seqs, columns_of<DecodeLayout<C, D, 1, Boxes>>(params, rows));
   auto rest = prepare<T, C, D, 1, false, DecodePart::kRest, Boxes>(params, call, rows, 0, most.rest);
   // Deep blocks of the rest fit beside those of prefixes only if the cache has codes, so no block is left free for them.
+  const int of_device = rest.params.deep ? all : most.prefixes;
   auto first = prepare<T, C, D, 2, false, DecodePart::kPrefixes, Boxes>(of_prefixes, call, sharers, seqs * params.num_heads,
-                                                                 rest.params.deep ? all : most.prefixes);
+                                                                        of_device);
   if (first.columns == 0 || rest.columns == 0) return false;
   const int64_t stride = call.prefixes->stride(0), parts = first.parts.numel() / (params.head_dim + 1);
   const int32_t* members = data<int32_t>(*call.prefixes);

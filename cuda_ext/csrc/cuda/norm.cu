@@ -81,11 +81,12 @@ Tensor add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps) {
 
 Tensor add_halves_rms_norm(Tensor halves, Tensor residual, Tensor weight, double eps) {
   const char* op = "add_halves_rms_norm";
-  check_norm(op, residual, &residual, weight);
-  Arg(op, "halves", halves).dtype({residual.scalar_type()}).dim(3).size(0, 2, "halves").last_contiguous();
-  Arg(op, "halves", halves).size(1, residual.size(0), "as residual").size(2, residual.size(1), "as residual");
-  Arg(op, "halves", halves).on_device_of(residual);
-  Arg(op, "weight", weight).on_device_of(residual);
+  Arg(op, "halves", halves).floating().dim(3).size(0, 2, "one for each half").last_contiguous();
+  const ScalarType type = halves.scalar_type();
+  Arg(op, "residual", residual).dtype({type}).dim(2).last_contiguous().on_device_of(halves);
+  Arg(op, "residual", residual).size(0, halves.size(1), "the rows of halves").size(1, halves.size(2), "as halves");
+  Arg(op, "weight", weight).dtype({type}).dim(1).size(0, halves.size(2), "the last dimension of halves").contiguous();
+  Arg(op, "weight", weight).on_device_of(halves);
   Tensor out = torch::stable::new_empty(residual, residual.sizes());
   if (residual.numel() == 0) return out;
   const Guard guard(residual.get_device_index());

@@ -23,14 +23,16 @@ def _read_ministral(fields: Fields) -> ArchConfig:
 
 def _read_mistral3(fields: Fields) -> ArchConfig:
     text = fields.section("text_config")
-    if (kind := text.get("model_type")) not in _TEXTS:
+    kind = text.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXTS:
         raise text.error("model_type", kind, f"one of {', '.join(_TEXTS)}")
     # A null there is not seen, and stands for none.
     return _TEXTS[kind](fields.having(sliding_window=text.get("sliding_window")))
 
 
 def _read_ministral3(fields: Fields) -> ArchConfig:
-    return read_mistral(fields if fields.get("rope_parameters") else fields.having(rope_parameters=_ROPE_OF_3))
+    has_rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return read_mistral(fields if has_rope else fields.having(rope_parameters=_ROPE_OF_3))
 
 
 _TEXTS = {"mistral": read_mistral, "ministral3": _read_ministral3}

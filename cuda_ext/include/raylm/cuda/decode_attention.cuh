@@ -512,7 +512,6 @@ __device__ __forceinline__ void decode_attention_block(const DecodeParams<T, Par
   }
 }
 
-
 template <typename T, typename C, int D, int N, bool Biased, DecodePart Part, bool Boxes>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeLayout<C, D, N, Boxes>::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeParams<T, Part, Boxes> p) {

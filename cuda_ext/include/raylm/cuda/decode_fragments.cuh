@@ -31,7 +31,7 @@ struct DecodeFragments {
   __device__ static int element(int lane, bool second) { return second * 8 + lane / 4; }
 
   // Calls body(chunk, matrix) for every chunk. `keys`, `values`: addresses of kDecodeKeys rows in Places
-  // (decode_places.cuh).
+  // (decode_layout.cuh).
   template <int D, typename Places, typename Body>
   __device__ static void for_keys(uint32_t keys, int lane, const Body& body) {
     const uint32_t from = keys + Places::at(lane % 16, lane / 16);
