@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tests.support.released import (
     HEADS,
     INNER,
@@ -211,6 +213,65 @@ RELEASED = {
             "multi_modal_projector.patch_merger.merging_layer.weight": (8, 32),
             "vision_tower.ln_pre.weight": (8,),
             "vision_tower.patch_conv.weight": (8, 3, 2, 2),
+        },
+        in_transformers=False,
+    ),
+    "mistralai/Ministral-3-8B-Instruct-2512": Released(
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "dtype": "bfloat16",
+            "image_token_index": 10,
+            "model_type": "mistral3",
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "quantization_config": {
+                "activation_scheme": "static",
+                "dequantize": False,
+                "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+                "quant_method": "fp8",
+                "weight_block_size": None,
+            },
+            "spatial_merge_size": 2,
+            "text_config": {
+                **SIZES,
+                "attention_dropout": 0.0,
+                "head_dim": D,
+                "hidden_act": "silu",
+                "model_type": "ministral3",
+                "rms_norm_eps": 1e-05,
+                "rope_parameters": {
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "factor": 16.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 4,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "yarn",
+                    "type": "yarn",
+                },
+                "sliding_window": None,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {"head_dim": 64, "hidden_size": 8, "model_type": "pixtral", "num_hidden_layers": 1},
+            "vision_feature_layer": -1,
+        },
+        {
+            **{f"language_model.{name}": shape for name, shape in llama().items()},
+            **{
+                f"language_model.{name}".replace(".weight", scale): ()
+                for name in llama()
+                for scale in (".weight_scale_inv", ".activation_scale")
+                if "proj" in name
+            },
+            "multi_modal_projector.linear_1.weight": (H, 8),
+            "vision_tower.ln_pre.weight": (8,),
+        },
+        {
+            **dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), torch.float8_e4m3fn),
+            **dict.fromkeys(("gate_proj.weight", "up_proj.weight", "down_proj.weight"), torch.float8_e4m3fn),
+            **dict.fromkeys((".weight_scale_inv", ".activation_scale"), torch.bfloat16),
         },
         in_transformers=False,
     ),
