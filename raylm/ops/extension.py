@@ -34,7 +34,7 @@ _NOT_OF_CPUS = frozenset(
             "few_layers",
         ),
         *("experts_kernels", "few_layers_rows", "linear_rows", "attention_kernels"),
-        "shared_prefixes",
+        *("shared_prefixes", "add_halves_rms_norm"),
     )
 )
 _NOT_OF_CPUS_BEGIN = ("peer_", "scale", "invariant_")
