@@ -8,7 +8,7 @@ import torch
 from raylm import ops
 from tests.ops.op_reference import DTYPES, close, rms_norm
 
-pytestmark = pytest.mark.operators("rms_norm", "add_rms_norm", "add_halves_rms_norm")
+pytestmark = pytest.mark.operators("rms_norm", "add_rms_norm")
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
@@ -55,6 +55,7 @@ def test_add_rms_norm_of_many_and_of_long_rows(op, device, rows, hidden):
     close(out, rms_norm(expected, weight, 1e-5), scale=2)
 
 
+@pytest.mark.operators("add_halves_rms_norm")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "hidden"), [(9, 64), (256, 4096), (5, 99), (3, 40_000)])
 def test_the_halves_of_a_sum_are_added_before_it_is_rounded(op, device, dtype, rows, hidden):
