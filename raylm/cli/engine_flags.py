@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from raylm.config.engine_keys import EngineKey, Sections, engine_keys, engine_sections
@@ -98,12 +99,12 @@ def _count(text: str) -> int:
     try:
         if unit not in _UNITS:
             return int(text)
-        count = float(text[:-1]) * _UNITS[unit]
-    except ValueError:
-        count = 0.5
-    if not count.is_integer():
-        raise argparse.ArgumentTypeError(f"invalid whole number {text!r}; such as 8192, 8k (8,000) or 8K (8,192)")
-    return int(count)
+        count = Decimal(text[:-1]) * _UNITS[unit]
+        if count % 1 == 0:
+            return int(count)
+    except (ValueError, ArithmeticError):
+        pass
+    raise argparse.ArgumentTypeError(f"invalid whole number {text!r}; such as 8192, 8k (8,000) or 8K (8,192)")
 
 
 _UNITS = {unit: base**power for base, units in ((1000, "kmg"), (1024, "KMG")) for power, unit in enumerate(units, 1)}

@@ -1,6 +1,5 @@
-"""Products in two halves of their inner dimension: with so many rows that torch's library has fewer tiles than the GPU
-has multiprocessors, two halves fill it, and the norm behind them adds them up, where the library would in another
-kernel."""
+"""Split-K products: cut into two halves of the inner dimension, which the next norm adds. With 65 to 256 rows torch's
+library has tiles for half of the GPU's multiprocessors, or splits K itself and adds the parts in another kernel."""
 
 from __future__ import annotations
 

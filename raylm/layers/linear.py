@@ -193,7 +193,7 @@ class RowParallelLinear(nn.Module):
     def add_product(self, residual: Tensor, x: ops.Rows, multiplier: float) -> bool:
         """Add multiplier * product to `residual` [T, out_size] where that spares writing and reading it again; whether
         it was. Few rows are for raylm's own product and norm."""
-        plain = self._alone
+        plain = self._lone_weight
         if plain is None or not isinstance(x, Tensor) or not x.is_cuda or len(x) < MIN_ROWS_TO_ADD:
             return False
         residual.addmm_(x, plain.t(), alpha=multiplier)
@@ -201,12 +201,13 @@ class RowParallelLinear(nn.Module):
 
     def product_in_halves(self, x: ops.Rows) -> Halves | None:
         """The product for the norm that follows, as halves that it adds up, where that is faster; None elsewhere."""
-        plain = self._alone
+        plain = self._lone_weight
         return in_halves(x, plain) if plain is not None and isinstance(x, Tensor) else None
 
     @property
-    def _alone(self) -> Tensor | None:
-        """The weight, where the product is nothing but x times it, for the norm that follows; else None."""
+    def _lone_weight(self) -> Tensor | None:
+        """The weight, where a norm follows and neither a bias nor other ranks' shares are added to the product; else
+        None."""
         is_alone = self._norm_follows and self._context.tensor_size == 1 and self.bias is None
         return self.weight.plain if is_alone else None
 

@@ -154,13 +154,13 @@ def test_what_asks_for_what_is_done_anyway():
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("2m", 2_000_000)]
+    ("text", "count"), [("8192", 8192), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1.001k", 1001), ("2m", 2_000_000)]
 )
 def test_numbers_with_units(text: str, count: int):
     assert given("--max-model-len", text).model.max_model_len == count
 
 
-@pytest.mark.parametrize("text", ["k", "1.0001k", "8kb", "eight"])
+@pytest.mark.parametrize("text", ["k", "1.0001k", "8kb", "eight", "nank", "infinityk"])
 def test_numbers_that_are_not_whole(text: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         given("--max-num-batched-tokens", text)

@@ -178,10 +178,8 @@ def test_mistral_s_own_format_of_a_mixtral(tmp_path: Path):
 @pytest.mark.parametrize("family", ["mistral", "ministral3"])
 def test_mistral_s_own_format_of_a_model_for_long_texts(family: str, tmp_path: Path):
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16}
-    if family == "ministral3":
-        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
-    changes = {"rope_parameters": rope, "sliding_window": None}
-    original = checkpoints.FAMILIES[family](tmp_path / "original", **changes)
+    changes = {"rope_parameters": rope} if family == "mistral" else {}
+    original = checkpoints.FAMILIES[family](tmp_path / "original", sliding_window=None, **changes)
     save_file(native_tensors(original), tmp_path / "consolidated.safetensors")
     params = PARAMS | {"yarn": {**YARN, "apply_scale": family == "mistral"}, "rope_theta": 1e4, "norm_eps": 1e-5}
     if family == "ministral3":

@@ -87,12 +87,9 @@ bool takes_boxes(int64_t head_dim, int device) {
 // False where the heads of a slot don't follow each other.
 template <typename C, int D, typename T>
 bool make_boxes(DecodeBoxes& boxes, const AttentionParams<T>& a, int64_t num_blocks) {
-  constexpr int64_t kWidth = 128 / sizeof(C), kParts = D / kWidth;
   const auto make = [&](CUtensorMap* map, const void* cache, int64_t block, int64_t slot, int64_t head) {
-    return (head == D || a.num_kv_heads == 1) &&
-           make_map<C, 5>(map, static_cast<const C*>(cache), {kWidth, 8, a.num_kv_heads * kParts, a.block_size / 8, num_blocks},
-                          {slot, kWidth, 8 * slot, block}, {kWidth, 8, kParts, kDecodeKeys / 8, 1},
-                          CU_TENSOR_MAP_SWIZZLE_128B, kLines);
+    return make_heads_map<C, D>(map, cache, num_blocks, a.block_size, a.num_kv_heads, block, slot, head, kDecodeKeys / 8,
+                                kLines);
   };
   return make(&boxes.k, a.k_cache, a.k_block_stride, a.k_slot_stride, a.k_head_stride) &&
          make(&boxes.v, a.v_cache, a.v_block_stride, a.v_slot_stride, a.v_head_stride);

@@ -13,13 +13,13 @@ template <typename C, int D, typename T>
 bool make_cache_map(CUtensorMap* map, const void* cache, const AttentionParams<T>& a, const PrefillSizes& sizes,
                     int box_slots, int64_t slot_stride, int64_t head_stride, int64_t block_stride) {
   using Shape = HopperShape<C, D>;
-  const C* data = static_cast<const C*>(cache);
-  const int64_t groups = a.block_size / 8, box_groups = box_slots / 8;
+  const int64_t box_groups = box_slots / 8;
   if constexpr (Shape::kWhole && !Shape::kCodes) {
-    return (head_stride == D || a.num_kv_heads == 1) &&
-           make_map<C, 5>(map, data, {64, 8, a.num_kv_heads * Shape::kHalves, groups, sizes.num_blocks},
-                          {slot_stride, 64, 8 * slot_stride, block_stride}, {64, 8, Shape::kHalves, box_groups, 1});
+    return make_heads_map<C, D>(map, cache, sizes.num_blocks, a.block_size, a.num_kv_heads, block_stride, slot_stride,
+                                head_stride, box_groups);
   } else {
+    const C* data = static_cast<const C*>(cache);
+    const int64_t groups = a.block_size / 8;
     return make_map<C, 5>(map, data, {D, 8, a.num_kv_heads, groups, sizes.num_blocks},
                           {slot_stride, head_stride, 8 * slot_stride, block_stride},
                           {Shape::kCodes ? D : 64, 8, 1, box_groups, 1},

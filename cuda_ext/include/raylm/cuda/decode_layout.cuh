@@ -44,9 +44,8 @@ struct DecodeParams {
   std::conditional_t<Boxes, DecodeBoxes, Nothing> boxes;
 };
 
-// Where the 16 keys of a warp's part of a tile lie in shared memory, or the values: rows of chunks of 16 bytes.
-
-// As lanes copy them, a chunk at a time (sm_80). The same chunk of 8 rows is in 8 different banks.
+// Where the keys of a warp's part of a tile lie in shared memory, or the values, a row each, in chunks of 16 bytes. Here as
+// lanes copy them, a chunk at a time (sm_80): the same chunk of 8 rows is in 8 different banks.
 template <typename C, int D>
 struct PiecePlaces {
   static constexpr int kPitch = D * static_cast<int>(sizeof(C)) + 16;
@@ -56,8 +55,8 @@ struct PiecePlaces {
   __device__ static uint32_t behind(uint32_t first, int pairs) { return first + pairs * 32; }
 };
 
-// As the copy engine brings them in a box (sm_90): groups of 8 rows, of each group parts of 128 bytes of its rows, in 1 KB
-// that is aligned so and swizzled.
+// The same as the copy engine brings them in a box (sm_90): groups of 8 rows; of each group, one KB after the other, 128 bytes
+// of each of its rows, swizzled. The first KB begins at a multiple of 1,024.
 template <typename C, int D>
 struct BoxPlaces {
   static constexpr int kParts = D * static_cast<int>(sizeof(C)) / 128;
