@@ -37,6 +37,10 @@ class ResidualStream:
         assert isinstance(normed, Tensor)
         return normed
 
+    def norm_itself(self, norm: RMSNorm | LayerNorm) -> None:
+        """The stream becomes its norm; `norm` as in `normed`."""
+        self._hidden = self.normed(norm)
+
     def rows(self, norm: RMSNorm | LayerNorm) -> ops.Rows:
         """The norm of the stream as the products behind it take it."""
         waiting, self._waiting = self._waiting, None

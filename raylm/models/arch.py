@@ -13,7 +13,7 @@ from raylm.models.quantised.scheme import Quantisation
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 NormKind = Literal["rms", "layer"]
 QKNorm = Literal["head", "each_head", "heads_apart", "all_heads"]
-NormPlace = Literal["pre", "post", "sandwich", "parallel"]
+NormPlace = Literal["pre", "post", "sandwich", "parallel", "after"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -112,7 +112,8 @@ class ArchConfig:
     there are none."""
     norm_place: NormPlace = "pre"
     """Attention and MLP have a norm before them (pre), behind them (post), or both (sandwich); or they read the same
-    stream, each behind a norm before it (parallel)."""
+    stream, each behind a norm before it (parallel); or the stream itself is normed after each has been added to it
+    (after), and not once more behind the layers."""
     shared_norm: bool = False
     """parallel: attention and MLP have one norm together."""
     embed_norm: bool = False
@@ -125,6 +126,9 @@ class ArchConfig:
     """Positions are learned: rows of their table; 0 where there is none."""
     position_offset: int = 0
     """The row of the first position."""
+    embedding_size: int = 0
+    """Columns of the embedding and of the head over the vocabulary, where projections lead from there to hidden_size
+    and back; 0 where there are none."""
     norm_head: bool = False
     """Each token's weights in the head over the vocabulary have length 1."""
     residual_multiplier: float = 1.0

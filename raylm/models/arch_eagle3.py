@@ -36,6 +36,7 @@ def read_eagle3_arch(source: ModelSource, target: ArchConfig) -> Eagle3Arch:
     """The description of the head in a folder. Raises ConfigError where it is none, or none for `target`."""
     if source.kind != "folder":
         raise ConfigError(f"speculation.model {source.path}: an EAGLE-3 head is a folder with config.json")
+    _refuse_unheard(target)
     path = source.path / "config.json"
     fields = Fields(read_json(path), str(path))
     names = fields.get("architectures")
@@ -61,6 +62,20 @@ def read_eagle3_arch(source: ModelSource, target: ArchConfig) -> Eagle3Arch:
         target_hidden_size=target_hidden_size,
         target_layers=_target_layers(fields, target.num_layers),
         norm_before_residual=fields.flag("norm_before_residual", False),
+    )
+
+
+def _refuse_unheard(target: ArchConfig) -> None:
+    """A head listens to the norms before layers (raylm.models.taps)."""
+    if target.transformers_config:
+        reason = "runs through transformers, whose layers"
+    elif target.norm_place in ("post", "after"):
+        reason = "has no norms before its layers, which"
+    else:
+        return
+    raise ConfigError(
+        f"speculation.method is eagle3, but the model {reason} cannot be listened to; allowed: ngram, suffix or a "
+        "draft model"
     )
 
 

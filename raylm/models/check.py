@@ -99,11 +99,6 @@ def _with_drafting(arch: ArchConfig, speculation: SpeculationConfig) -> ArchConf
     if speculation.model is not None:
         source = locate(speculation.model, field="speculation.model")
         if speculation.method == "eagle3":
-            if arch.transformers_config:
-                raise ConfigError(
-                    "speculation.method is eagle3, but the model runs through transformers, whose layers cannot be "
-                    "listened to; allowed: ngram, suffix or a draft model"
-                )
             read_eagle3_arch(source, arch)
         else:
             ArchConfig.from_source(source)

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from raylm.layers.attention import UNSCALED, CacheScales, LayerInput
 from raylm.layers.attention_backends import RAYLM, AttentionBackend
 from raylm.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from raylm.layers.linear import ReplicatedLinear
 from raylm.layers.slots import Slot, SlotName, slots_of
 from raylm.models.blocks import Build, SelfAttention
 from raylm.models.few_rows import FewRows, most_rows
 from raylm.models.layers import make_layer
+
+_BESIDE_LAYERS = ("embed_tokens", "project_in", "embed_positions", "embed_norm", "norm", "project_out", "lm_head")
 
 
 class DecoderModel(nn.Module):
@@ -37,8 +40,10 @@ class DecoderModel(nn.Module):
         if context.is_first_stage or (context.is_last_stage and arch.tie_embeddings):
             forms = build.forms("embed_tokens")
             self.embed_tokens = VocabParallelEmbedding(
-                arch.vocab_size, arch.hidden_size, context=context, dtype=dtype, forms=forms
+                arch.vocab_size, arch.embedding_size or arch.hidden_size, context=context, dtype=dtype, forms=forms
             )
+        if arch.embedding_size and context.is_first_stage:
+            self.project_in = _projection(build, arch.embedding_size, arch.hidden_size)
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = build.norm()
         if arch.position_embeddings and context.is_first_stage:
@@ -51,10 +56,13 @@ class DecoderModel(nn.Module):
         self._few_rows: FewRows | None = None
         self._most_few_rows = most_rows(context.device)
         if context.is_last_stage:
-            self.norm = build.norm(sums=arch.norms_sum)
+            if arch.norm_place != "after":
+                self.norm = build.norm(sums=arch.norms_sum)
+            if arch.embedding_size:
+                self.project_out = _projection(build, arch.hidden_size, arch.embedding_size)
             if not arch.tie_embeddings:
                 self.lm_head = VocabParallelEmbedding(
-                    *(arch.vocab_size, arch.hidden_size),
+                    *(arch.vocab_size, arch.embedding_size or arch.hidden_size),
                     context=context,
                     dtype=dtype,
                     bias=arch.head_bias,
@@ -77,7 +85,8 @@ class DecoderModel(nn.Module):
         else:
             for layer, of_layer in zip(self._layer_list, step, strict=True):
                 layer(stream, of_layer)
-        return stream.normed(self.norm) if self.context.is_last_stage else stream.total()
+        is_normed = not self.context.is_last_stage or self.arch.norm_place == "after"
+        return stream.total() if is_normed else stream.normed(self.norm)
 
     def _few_rows_of(self, step: LayerInput) -> FewRows | None:
         """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
@@ -95,6 +104,8 @@ class DecoderModel(nn.Module):
         embedded: Tensor = self.embed_tokens(token_ids)
         if self._embedding_multiplier != 1.0:
             embedded.mul_(self._embedding_multiplier)
+        if self.arch.embedding_size:
+            embedded = self.project_in(embedded)
         if self.arch.position_embeddings:
             embedded += self.embed_positions(positions)
         return self.embed_norm(embedded) if self.arch.embed_norm else embedded
@@ -103,6 +114,8 @@ class DecoderModel(nn.Module):
         """hidden [S, hidden_size], as forward returns it at the last stage -> [S, vocab_size] on each of its ranks, of
         the model's type; float32 where the logits are capped. With `split`, each rank gets only its share of the
         rows (collectives.share_of)."""
+        if self.arch.embedding_size:
+            hidden = self.project_out(hidden)
         logits = self._head.logits(hidden, split=split)
         if self.arch.logits_divisor != 1.0:
             logits = logits.div_(self.arch.logits_divisor)
@@ -140,11 +153,15 @@ class DecoderModel(nn.Module):
             number = rest.partition(".")[0]
             known = self.arch.num_layers + self.arch.unused_layers
             return number.isdecimal() and int(number) < known and int(number) not in self.layer_numbers
-        return top in ("embed_tokens", "embed_positions", "embed_norm", "norm", "lm_head") and not hasattr(self, top)
+        return top in _BESIDE_LAYERS and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""
         return slots_of(self)
+
+
+def _projection(build: Build, in_size: int, out_size: int) -> ReplicatedLinear:
+    return ReplicatedLinear(in_size, out_size, context=build.context, dtype=build.dtype)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -67,6 +67,21 @@ class PostNormLayer(nn.Module):
         stream.add(self.post_feedforward_layernorm(self.mlp(stream.total())))
 
 
+class NormedSumLayer(DecoderLayer):
+    """Attention and MLP read the residual stream as it is; after each of them the stream itself is normed."""
+
+    def __init__(self, build: Build, spec: LayerSpec) -> None:
+        super().__init__(build, spec)
+        # Their rows become the stream, so they are no codes.
+        self.input_layernorm, self.post_attention_layernorm = build.norm(), build.norm()
+
+    def forward(self, stream: ResidualStream, step: LayerInput) -> None:
+        stream.add(self.self_attn(stream.total(), step))
+        stream.norm_itself(self.input_layernorm)
+        stream.add(self.mlp(stream.total()))
+        stream.norm_itself(self.post_attention_layernorm)
+
+
 class ParallelLayer(nn.Module):
     """Attention and MLP both read the stream as the layer before left it, and are summed over the ranks at once."""
 
@@ -96,6 +111,7 @@ _LAYERS: dict[NormPlace, type[Layer]] = {
     "post": PostNormLayer,
     "sandwich": SandwichNormLayer,
     "parallel": ParallelLayer,
+    "after": NormedSumLayer,
 }
 
 

@@ -97,6 +97,14 @@ def test_a_gguf_file_is_no_head(target: DecoderModel) -> None:
         read_eagle3_arch(ModelSource(Path("x.gguf"), "gguf"), target.arch)
 
 
+@pytest.mark.parametrize("family", ["olmo2", "opt_350m"])
+def test_a_target_without_norms_before_its_layers(family: str, tmp_path: Path) -> None:
+    head_arch(tmp_path)
+    folder = checkpoints.FAMILIES[family](tmp_path / family)
+    with pytest.raises(ConfigError, match="the model has no norms before its layers, which cannot be listened to"):
+        read_eagle3_arch(locate(str(tmp_path / "head")), ArchConfig.from_source(locate(str(folder))))
+
+
 def test_tensors_of_a_head_are_complete(target: DecoderModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 missing: fc.weight"):
         load_head(tmp_path, target, leave_out=("fc.weight",))

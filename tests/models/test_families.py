@@ -114,6 +114,8 @@ CASES = {
     "gpt2": ("gpt2", {}),
     "gpt2 of the usual width": ("gpt2", {"n_inner": None}),
     "opt": ("opt", {}),
+    "opt with a narrower embedding": ("opt", {"word_embed_proj_dim": 48}),
+    "opt_350m": ("opt_350m", {}),
     "nemotron": ("nemotron", {}),
     "nemotron with biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
     "glm": ("glm", {}),

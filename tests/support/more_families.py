@@ -150,6 +150,7 @@ KINDS = {
     "gpt_neox": Kind("gpt_neox", _NO_GROUPS),
     "gpt2": Kind("gpt2", {**_NO_GROUPS, "n_inner": 96}),
     "opt": Kind("opt", {**_NO_GROUPS, "ffn_dim": 96}),
+    "opt_350m": Kind("opt", {**_NO_GROUPS, "ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 48}),
     "nemotron": Kind("nemotron", {}),
     "glm": Kind("glm", {"attention_bias": True}),
     "glm4": Kind("glm4", {"attention_bias": True}),

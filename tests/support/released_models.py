@@ -149,6 +149,46 @@ _PHI3_SHAPES: Shapes = {
     **matrices(_PHI3, {"mlp.gate_up_proj": (2 * INNER, H), "mlp.down_proj": (H, INNER)}),
 }
 
+
+def _opt(fields: dict[str, object], *last_norm: str) -> Released:
+    width = fields.get("word_embed_proj_dim", H)
+    projections = {"decoder.project_in": (H, width), "decoder.project_out": (width, H)} if width != H else {}
+    return Released(
+        {
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"],
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+            "ffn_dim": INNER,
+            "hidden_size": H,
+            "layerdrop": 0.0,
+            "max_position_embeddings": P,
+            "model_type": "opt",
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": LAYERS,
+            "pad_token_id": 1,
+            "prefix": "</s>",
+            "torch_dtype": "float16",
+            "vocab_size": V,
+            "word_embed_proj_dim": width,
+            **fields,
+        },
+        {
+            "decoder.embed_tokens.weight": (V, width),
+            "decoder.embed_positions.weight": (P + 2, H),
+            **matrices("", projections),
+            **norms_of(*last_norm, f"{_OPT}self_attn_layer_norm", f"{_OPT}final_layer_norm", bias=True),
+            **matrices(
+                f"{_OPT}self_attn.", dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), (H, H)), bias=True
+            ),
+            **matrices(_OPT, {"fc1": (INNER, H), "fc2": (H, INNER)}, bias=True),
+        },
+        file="pytorch_model.bin",
+        tied=("decoder.embed_tokens.weight", "lm_head.weight"),
+    )
+
+
 _BIASED_LAYER_NORMS = ("model.norm", "model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm")
 RELEASED = {
     "EleutherAI/pythia-70m": _PYTHIA,
@@ -165,40 +205,10 @@ RELEASED = {
         "pytorch_model.bin",
         ("transformer.wte.weight", "lm_head.weight"),
     ),
-    "facebook/opt-125m": Released(
-        {
-            "_remove_final_layer_norm": False,
-            "activation_dropout": 0.0,
-            "activation_function": "relu",
-            "architectures": ["OPTForCausalLM"],
-            "bos_token_id": 2,
-            "do_layer_norm_before": True,
-            "eos_token_id": 2,
-            "ffn_dim": INNER,
-            "hidden_size": H,
-            "layerdrop": 0.0,
-            "max_position_embeddings": P,
-            "model_type": "opt",
-            "num_attention_heads": HEADS,
-            "num_hidden_layers": LAYERS,
-            "pad_token_id": 1,
-            "prefix": "</s>",
-            "torch_dtype": "float16",
-            "vocab_size": V,
-            "word_embed_proj_dim": H,
-        },
-        {
-            "decoder.embed_tokens.weight": (V, H),
-            "decoder.embed_positions.weight": (P + 2, H),
-            **norms_of("decoder.final_layer_norm", f"{_OPT}self_attn_layer_norm", f"{_OPT}final_layer_norm", bias=True),
-            **matrices(
-                f"{_OPT}self_attn.", dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), (H, H)), bias=True
-            ),
-            **matrices(_OPT, {"fc1": (INNER, H), "fc2": (H, INNER)}, bias=True),
-        },
-        file="pytorch_model.bin",
-        tied=("decoder.embed_tokens.weight", "lm_head.weight"),
+    "facebook/opt-125m": _opt(
+        {"_remove_final_layer_norm": False, "do_layer_norm_before": True}, "decoder.final_layer_norm"
     ),
+    "facebook/opt-350m": _opt({"do_layer_norm_before": False, "word_embed_proj_dim": INNER}),
     "bigscience/bloom-560m": Released(
         {
             "apply_residual_connection_post_layernorm": False,

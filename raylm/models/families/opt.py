@@ -1,5 +1,5 @@
 """OPT: learned positions, of which the first two rows are padding, LayerNorms, biases and ReLU. The one of 350 million
-parameters has layers of another kind, and is not read."""
+parameters norms the stream itself behind attention and MLP, and its embedding is narrower than its layers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ _OFFSET = 2
 
 
 def _read(fields: Fields) -> ArchConfig:
-    for name, usual in (
-        ("do_layer_norm_before", True),
-        ("layer_norm_elementwise_affine", True),
-        ("_remove_final_layer_norm", False),
-    ):
+    for name, usual in (("layer_norm_elementwise_affine", True), ("_remove_final_layer_norm", False)):
         if fields.flag(name, usual) is not usual:
             raise fields.error(name, not usual, str(usual).lower())
-    hidden_size, width = fields.integer("hidden_size"), fields.get("word_embed_proj_dim")
-    if width not in (None, hidden_size):
-        raise fields.error("word_embed_proj_dim", width, f"hidden_size, {hidden_size}")
+    hidden_size = fields.integer("hidden_size")
+    width = fields.integer("word_embed_proj_dim", hidden_size)
     biased = fields.flag("enable_bias", True)
     mlp = mlp_of(fields, activation="relu", name="activation_function", gated=False, bias=biased)
     return replace(
         dense(fields, ropes={}, mlp=mlp),
         norm="layer",
+        norm_place="pre" if fields.flag("do_layer_norm_before", True) else "after",
+        embedding_size=0 if width == hidden_size else width,
         position_embeddings=fields.integer("max_position_embeddings") + _OFFSET,
         position_offset=_OFFSET,
         qkv_bias=biased,
@@ -60,6 +57,8 @@ ARCHITECTURES = {
                 "decoder.final_layer_norm": ("norm", None),
                 "decoder.layers": ("layers", None),
                 "decoder.embed_tokens": ("embed_tokens", None),
+                "decoder.project_in": ("project_in", None),
+                "decoder.project_out": ("project_out", None),
                 "decoder.embed_positions": ("embed_positions", None),
                 "fc1": ("mlp.up_proj", None),
                 "fc2": ("mlp.down_proj", None),
