@@ -151,9 +151,11 @@ class SchedulerConfig(FrozenConfig):
     """What one step may hold and how many requests may wait."""
 
     max_num_seqs: NumSeqs | None = None
-    """Requests that run at the same time; by default 64 on a CPU, 256 on a GPU."""
+    """Requests that run at the same time; by default 64 on a CPU, 1,024 on a GPU, and at most as many as a step
+    has tokens."""
     max_num_batched_tokens: NumBatchedTokens | None = None
-    """The token budget of a step, for prefill and decode together; by default 2,048 on a CPU, 8,192 on a GPU."""
+    """The token budget of a step, for prefill and decode together; by default 2,048 on a CPU, 8,192 on a GPU,
+    and at least one for each of max_num_seqs."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused with 503."""
     max_queued_tokens: int | None = Field(default=None, ge=1)

@@ -35,26 +35,19 @@ FOLLOWED_PREFILL_CHUNK = 512
 little, and every running request would wait for them."""
 
 
-class _SchedulerDefaults(NamedTuple):
+class _Defaults(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
-
-
-class _RuntimeDefaults(NamedTuple):
     step_timeout_s: float
-
-
-class _Defaults(NamedTuple):
-    scheduler: _SchedulerDefaults
-    runtime: _RuntimeDefaults
 
 
 _DEFAULTS: dict[DeviceKind, _Defaults] = {
     # A long prompt takes a CPU tens of seconds a step.
-    "cpu": _Defaults(_SchedulerDefaults(64, 2048), _RuntimeDefaults(60.0)),
-    # A GPU reads its weights for a whole batch, so a larger one costs little; a step of 8,192 tokens fills it, and
-    # takes a second or two with the largest models.
-    "cuda": _Defaults(_SchedulerDefaults(256, 8192), _RuntimeDefaults(10.0)),
+    "cpu": _Defaults(64, 2048, step_timeout_s=60.0),
+    # A GPU reads its weights for a whole batch, so a larger one costs little: of 128 to 1,024 rows 1,024 measured best
+    # with models of all kinds (docs/performance.md). A step of 8,192 tokens fills it, and takes a second or two with
+    # the largest models.
+    "cuda": _Defaults(1024, 8192, step_timeout_s=10.0),
 }
 
 
@@ -67,18 +60,15 @@ def followed(config: EngineConfig) -> EngineConfig:
 
 
 def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:
-    """The configuration for a device, with its defaults filled in.
-
-    Raises ConfigError when a value does not go with the default of another.
-    """
+    """The configuration for a device, with its defaults filled in. Where the rows or the tokens of a step are given,
+    the default of the other goes with them."""
     data = config.model_dump()
     data["runtime"]["device"] = device
-    filled: dict[str, float] = {}
-    for section, defaults in _DEFAULTS[device]._asdict().items():
-        missing = {key: value for key, value in defaults._asdict().items() if data[section][key] is None}
-        data[section] |= missing
-        filled |= missing
-    source = config.model.served_name
-    if filled:
-        source += f" (by default on {device}: " + ", ".join(f"{key} {value:g}" for key, value in filled.items()) + ")"
-    return parse(ResolvedEngine, data, source=source)
+    defaults = _DEFAULTS[device]
+    rows, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    data["scheduler"] |= {
+        "max_num_seqs": rows or min(defaults.max_num_seqs, tokens or defaults.max_num_batched_tokens),
+        "max_num_batched_tokens": tokens or max(defaults.max_num_batched_tokens, rows or 0),
+    }
+    data["runtime"]["step_timeout_s"] = config.runtime.step_timeout_s or defaults.step_timeout_s
+    return parse(ResolvedEngine, data, source=config.model.served_name)

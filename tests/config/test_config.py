@@ -281,7 +281,7 @@ def test_models_that_are_not_there(tmp_path: Path):
         locate("no/such/model")
 
 
-@pytest.mark.parametrize(("device", "rows", "budget", "timeout"), [("cpu", 64, 2048, 60), ("cuda", 256, 8192, 10)])
+@pytest.mark.parametrize(("device", "rows", "budget", "timeout"), [("cpu", 64, 2048, 60), ("cuda", 1024, 8192, 10)])
 def test_a_steps_size_and_time_are_by_default_the_devices(device, rows, budget, timeout):
     config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"policy": "fair"}})
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (None, None)
@@ -311,16 +311,14 @@ def test_a_given_step_timeout_stays():
         parse(EngineConfig, {"model": MODEL, "runtime": {"step_timeout_s": 0}}, source="test")
 
 
-def test_a_given_number_must_go_with_the_others_default():
-    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"max_num_batched_tokens": 128}})
-    assert resolve(config, "cpu").scheduler.max_num_seqs == 64
-    with pytest.raises(ConfigError) as caught:
-        resolve(config, "cuda")
-    assert "by default on cuda: max_num_seqs 256" in str(caught.value)
-    assert "max_num_batched_tokens (128) must be at least max_num_seqs (256)" in str(caught.value)
-    config = EngineConfig.model_validate({"model": MODEL, "scheduler": {"max_num_seqs": 4096}})
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(2048\) must be at least max_num_seqs \(4096\)"):
-        resolve(config, "cpu")
+def test_a_default_goes_with_the_number_that_is_given():
+    def found(device, **scheduler):
+        resolved = resolve(EngineConfig.model_validate({"model": MODEL, "scheduler": scheduler}), device).scheduler
+        return resolved.max_num_seqs, resolved.max_num_batched_tokens
+
+    assert [found(device, max_num_batched_tokens=128) for device in ("cpu", "cuda")] == [(64, 128), (128, 128)]
+    assert found("cpu", max_num_seqs=4096) == (4096, 4096)
+    assert found("cuda", max_num_seqs=16) == (16, 8192)
 
 
 @pytest.mark.parametrize(

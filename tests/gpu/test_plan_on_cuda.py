@@ -32,15 +32,20 @@ NEAR = 0.03
         ("qwen3-30b-a3b", None, {}),
         ("qwen3-30b-a3b", None, {"model": {"quantization": "fp8"}}),
         ("gpt-oss-20b", None, {}),
+        ("llama-3.1-8b", None, {"parallel": {"tensor": 2}}),
+        ("qwen3-30b-a3b", None, {"parallel": {"tensor": 2}}),
+        ("llama-3.1-8b", None, {"parallel": {"pipeline": 2}}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_the_cache_has_the_tokens_that_were_planned(shape, quantised, changes, tmp_path: Path):
-    """Of dense models and mixtures, with windows and without, in 16 bits and as codes."""
+    """Of dense models and mixtures, with windows and without, in 16 bits and as codes, on one GPU and on two."""
     name = torch.cuda.get_device_name()
     gpu = next((gpu for known, gpu in GPUS.items() if known in name.split()), None)
     if gpu is None:
         pytest.skip(f"no plan is made for {name}")
+    if torch.cuda.device_count() < sum(changes.get("parallel", {}).values()):
+        pytest.skip("there are no two CUDA devices")
     folder = write_shape(shape, tmp_path, quantised=quantised)
     model = {"path": str(folder), "load_format": "dummy", "max_model_len": 8192, **changes.get("model", {})}
     config = EngineConfig.model_validate({**changes, "model": model, "runtime": {"device": "cuda"}})
