@@ -45,8 +45,8 @@ _DEFAULTS: dict[DeviceKind, _Defaults] = {
     # A long prompt takes a CPU tens of seconds a step.
     "cpu": _Defaults(64, 2048, step_timeout_s=60.0),
     # A GPU reads its weights for a whole batch, so a larger one costs little: of 128 to 1,024 rows 1,024 measured best
-    # with models of all kinds (docs/performance.md). A step of 8,192 tokens fills it, and takes a second or two with
-    # the largest models.
+    # on an H200, with two dense models and a mixture (docs/performance.md). A step of 8,192 tokens fills it, and takes
+    # a second or two with the largest models.
     "cuda": _Defaults(1024, 8192, step_timeout_s=10.0),
 }
 
@@ -61,7 +61,10 @@ def followed(config: EngineConfig) -> EngineConfig:
 
 def resolve(config: EngineConfig, device: DeviceKind) -> ResolvedEngine:
     """The configuration for a device, with its defaults filled in. Where the rows or the tokens of a step are given,
-    the default of the other goes with them."""
+    the default of the other goes with them.
+
+    Raises ConfigError when a value does not go with the device.
+    """
     data = config.model_dump()
     data["runtime"]["device"] = device
     defaults = _DEFAULTS[device]

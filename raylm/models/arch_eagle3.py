@@ -36,7 +36,7 @@ def read_eagle3_arch(source: ModelSource, target: ArchConfig) -> Eagle3Arch:
     """The description of the head in a folder. Raises ConfigError where it is none, or none for `target`."""
     if source.kind != "folder":
         raise ConfigError(f"speculation.model {source.path}: an EAGLE-3 head is a folder with config.json")
-    _refuse_unheard(target)
+    _check_taps(target)
     path = source.path / "config.json"
     fields = Fields(read_json(path), str(path))
     names = fields.get("architectures")
@@ -65,18 +65,17 @@ def read_eagle3_arch(source: ModelSource, target: ArchConfig) -> Eagle3Arch:
     )
 
 
-def _refuse_unheard(target: ArchConfig) -> None:
-    """A head listens to the norms before layers (raylm.models.taps)."""
+def _check_taps(target: ArchConfig) -> None:
+    """A head reads what the norms before some layers are given (raylm.models.taps), in the width of its own layer."""
     if target.transformers_config:
-        reason = "runs through transformers, whose layers"
+        reason = "the model runs through transformers"
     elif target.norm_place in ("post", "after"):
-        reason = "has no norms before its layers, which"
+        reason = "the model's layers have no norms before them, whose inputs a head reads"
+    elif target.embedding_size:
+        reason = f"the model's embedding has {target.embedding_size} columns, not hidden_size, {target.hidden_size}"
     else:
         return
-    raise ConfigError(
-        f"speculation.method is eagle3, but the model {reason} cannot be listened to; allowed: ngram, suffix or a "
-        "draft model"
-    )
+    raise ConfigError(f"speculation.method is eagle3, but {reason}; allowed: ngram, suffix or a draft model")
 
 
 def _target_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:

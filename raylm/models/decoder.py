@@ -17,7 +17,8 @@ from raylm.models.blocks import Build, SelfAttention
 from raylm.models.few_rows import FewRows, most_rows
 from raylm.models.layers import make_layer
 
-_BESIDE_LAYERS = ("embed_tokens", "project_in", "embed_positions", "embed_norm", "norm", "project_out", "lm_head")
+_BESIDE_LAYERS = ("embed_tokens", "embed_positions", "embed_norm", "norm", "lm_head")
+_PROJECTIONS = ("project_in", "project_out")
 
 
 class DecoderModel(nn.Module):
@@ -43,7 +44,7 @@ class DecoderModel(nn.Module):
                 arch.vocab_size, arch.embedding_size or arch.hidden_size, context=context, dtype=dtype, forms=forms
             )
         if arch.embedding_size and context.is_first_stage:
-            self.project_in = _projection(build, arch.embedding_size, arch.hidden_size)
+            self.project_in = _projection(build, "project_in", arch.embedding_size, arch.hidden_size)
         if arch.embed_norm and context.is_first_stage:
             self.embed_norm = build.norm()
         if arch.position_embeddings and context.is_first_stage:
@@ -59,7 +60,7 @@ class DecoderModel(nn.Module):
             if arch.norm_place != "after":
                 self.norm = build.norm(sums=arch.norms_sum)
             if arch.embedding_size:
-                self.project_out = _projection(build, arch.hidden_size, arch.embedding_size)
+                self.project_out = _projection(build, "project_out", arch.hidden_size, arch.embedding_size)
             if not arch.tie_embeddings:
                 self.lm_head = VocabParallelEmbedding(
                     *(arch.vocab_size, arch.embedding_size or arch.hidden_size),
@@ -85,8 +86,9 @@ class DecoderModel(nn.Module):
         else:
             for layer, of_layer in zip(self._layer_list, step, strict=True):
                 layer(stream, of_layer)
-        is_normed = not self.context.is_last_stage or self.arch.norm_place == "after"
-        return stream.total() if is_normed else stream.normed(self.norm)
+        if self.context.is_last_stage and self.arch.norm_place != "after":
+            return stream.normed(self.norm)
+        return stream.total()
 
     def _few_rows_of(self, step: LayerInput) -> FewRows | None:
         """What runs all layers of a step of few rows of one token each; None for others, and where nothing does."""
@@ -151,17 +153,18 @@ class DecoderModel(nn.Module):
         top, _, rest = parameter.partition(".")
         if top == "layers":
             number = rest.partition(".")[0]
-            known = self.arch.num_layers + self.arch.unused_layers
-            return number.isdecimal() and int(number) < known and int(number) not in self.layer_numbers
-        return top in _BESIDE_LAYERS and not hasattr(self, top)
+            count = self.arch.num_layers + self.arch.unused_layers
+            return number.isdecimal() and int(number) < count and int(number) not in self.layer_numbers
+        known = (*_BESIDE_LAYERS, *_PROJECTIONS) if self.arch.embedding_size else _BESIDE_LAYERS
+        return top in known and not hasattr(self, top)
 
     def slots(self) -> dict[SlotName, Slot]:
         """Every slot that a checkpoint must fill, by the full name of its parameter."""
         return slots_of(self)
 
 
-def _projection(build: Build, in_size: int, out_size: int) -> ReplicatedLinear:
-    return ReplicatedLinear(in_size, out_size, context=build.context, dtype=build.dtype)
+def _projection(build: Build, name: str, in_size: int, out_size: int) -> ReplicatedLinear:
+    return ReplicatedLinear(in_size, out_size, context=build.context, dtype=build.dtype, forms=build.forms(name))
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

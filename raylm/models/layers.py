@@ -72,7 +72,7 @@ class NormedSumLayer(DecoderLayer):
 
     def __init__(self, build: Build, spec: LayerSpec) -> None:
         super().__init__(build, spec)
-        # Their rows become the stream, so they are no codes.
+        # Their output is the stream: numbers of the model's type, no FP8 codes.
         self.input_layernorm, self.post_attention_layernorm = build.norm(), build.norm()
 
     def forward(self, stream: ResidualStream, step: LayerInput) -> None:

@@ -24,6 +24,7 @@ from raylm.planning.gpus import Gpu
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.device import choose_cache_dtype, choose_dtype
 from raylm.worker.drafting import outline_drafting
+from raylm.worker.request_table import TableSizes
 
 GIB = 1 << 30
 CUDA_BYTES = 5 * GIB // 4
@@ -85,6 +86,8 @@ class Plan:
     """What cache.gpu_memory_utilization allows on one GPU."""
     step_bytes: int
     """An estimate of the largest step's activations and logits, and of the rotary tables."""
+    table_bytes: int
+    """The rows' tables, as long as the longest request."""
     cuda_bytes: int
     cache_bytes: int
     """What is left for the cache on the fullest GPU; below 0 where the rest does not fit."""
@@ -139,9 +142,14 @@ class Sizing:
         budget = int(self._gpu.memory_gib * GIB * self._config.cache.gpu_memory_utilization)
         step = self._step_bytes(parallel.tensor)
         beside = CUDA_BYTES + (NCCL_BYTES if parallel.num_workers > 1 else 0)
-        left = [budget - stage.held - step - beside for stage in stages]
-        fitting = min(here // stage.groups.block_bytes for here, stage in zip(left, stages, strict=True))
-        num_blocks = self._config.cache.num_blocks or max(fitting, 0)
+        tables = TableSizes(self._config.scheduler.max_num_seqs, whole.groups.layout, self._chunk, self._limit)
+        fitting = min(
+            tables.blocks_beside(budget - stage.held - step - beside, bytes_per_block=stage.groups.block_bytes)
+            for stage in stages
+        )
+        table = tables.bytes(tables.longest(fitting))
+        left = [budget - stage.held - step - table - beside for stage in stages]
+        num_blocks = self._config.cache.num_blocks or fitting
         per_request = whole.groups.layout.blocks_for(self._context, chunk=self._chunk)
         concurrency = max(num_blocks - 1, 0) / per_request
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))
@@ -161,6 +169,7 @@ class Sizing:
             kv_bytes_token_gpu=max(self._token_bytes(stage.groups) for stage in stages),
             memory_bytes=budget,
             step_bytes=step,
+            table_bytes=table,
             cuda_bytes=beside,
             cache_bytes=min(left),
             num_blocks=num_blocks,
@@ -272,7 +281,8 @@ class Sizing:
         heads = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim // tensor
         hidden = 2 * arch.hidden_size
         # Twice while they are sampled from, when the layers' activations are gone.
-        logits = 2 * item * self._config.scheduler.max_num_seqs * arch.vocab_size
+        logit = 8 + item if arch.logits_soft_cap else 2 * item  # capped in float32
+        logits = logit * self._config.scheduler.max_num_seqs * arch.vocab_size
         ropes = {layer.rope for layer in arch.layers if layer.rope is not None}
         rotary = sum(arch.max_position * rope.size(arch.head_dim) * 4 for rope in ropes)
         # Of many rows, products decode their weight first.

@@ -24,7 +24,7 @@ from raylm.worker.graph_runner import MOST_SHARING_GRAPHS, MOST_WIDE_GRAPHS, Cud
 from raylm.worker.kv_store import KVStore
 from raylm.worker.loading import Loaded
 from raylm.worker.model_runner import ModelRunner
-from raylm.worker.request_table import RequestTable
+from raylm.worker.request_table import RequestTable, TableSizes
 from raylm.worker.sampling.processors import LogitsProcessor
 
 logger = get_logger(__name__)
@@ -79,12 +79,14 @@ def size_cache(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts) -> 
         groups = groups._replace(drafts=loaded.drafting.layers)
     block_bytes = groups.block_bytes
     num_host_blocks = memory.num_host_blocks(cache, bytes_per_block=block_bytes, num_workers=num_workers)
+    tables = TableSizes(config.scheduler.max_num_seqs, groups.layout, chunk, limit)
     num_blocks = memory.num_blocks(
         cache,
         bytes_per_block=block_bytes,
         num_workers=num_workers,
         device=loaded.device,
-        profile=lambda: _profile(config, loaded, parts, groups, limit),
+        profile=lambda: _profile(config, loaded, parts, groups, tables),
+        tables=tables,
     )
     # All workers keep the same blocks, so the one with least room for them decides.
     num_blocks = agree_on_min(num_blocks, context)
@@ -139,10 +141,14 @@ def measure(config: ResolvedEngine, built: Built, cache: CacheSize, loaded: Load
 
 
 def _profile(
-    config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, groups: CacheGroups, max_len: int
+    config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, groups: CacheGroups, tables: TableSizes
 ) -> memory.Profile:
     """Run the largest step there can be, with a cache just large enough for it, and capture the largest graphs."""
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    # No longer than if the cache had all memory that the weights leave: tables may be too large for a trial otherwise.
+    most = memory.most_blocks(config.cache, bytes_per_block=groups.block_bytes, device=loaded.device)
+    max_len = max(tables.longest(most), min(tables.limit, groups.layout.block_size))
+    max_len = agree_on_min(max_len, loaded.model.context)
     plan = trial.trial_plan(min(budget, rows * max_len), rows, groups.layout)
     size = CacheSize(groups, 1 + trial.last_block(plan), 0, max_len)
     advice = (
@@ -156,7 +162,7 @@ def _profile(
             step=lambda: runner.execute(plan),
             graphs=runner.warm_up_graphs,
             graph_layers=_graph_layers(config, loaded, rows),
-            cache_bytes=store.block_bytes * size.num_blocks,
+            beside=store.block_bytes * size.num_blocks + tables.bytes(max_len),
         )
 
 

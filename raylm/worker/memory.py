@@ -12,6 +12,7 @@ from raylm.config.engine import CacheConfig
 from raylm.core.step import CacheLayout
 from raylm.errors import ConfigError
 from raylm.log import get_logger
+from raylm.worker.request_table import TableSizes
 
 logger = get_logger(__name__)
 
@@ -25,7 +26,7 @@ class Profile(NamedTuple):
     """Bytes that a trial of the largest steps took on the GPU."""
 
     resident: int
-    """Weights, and the rows' tables."""
+    """Weights."""
     step: int
     """What the largest step takes beside these and the cache."""
     graphs: int
@@ -50,8 +51,10 @@ def num_blocks(
     num_workers: int,
     device: torch.device,
     profile: Callable[[], Profile],
+    tables: TableSizes,
 ) -> int:
-    """Blocks of one worker's cache: as configured, or as many as the memory left by a worst-case step holds.
+    """Blocks of one worker's cache: as configured, or as many as the memory left by a worst-case step holds beside the
+    rows' tables.
 
     `profile` runs that step. Raises ConfigError with the numbers when not even two blocks fit.
     """
@@ -59,18 +62,26 @@ def num_blocks(
         return config.num_blocks
     if device.type == "cuda":
         available, limit = _cuda_bytes_left(config.gpu_memory_utilization, device, profile())
+        count = tables.blocks_beside(available, bytes_per_block=bytes_per_block)
     else:
         available = int(config.cpu_memory_gib / num_workers * _GIB)
         limit = f"cache.cpu_memory_gib {config.cpu_memory_gib:g}"
         if num_workers > 1:
             limit += f", shared by {num_workers} workers,"
-    count = available // bytes_per_block
+        count = available // bytes_per_block
     if count < 2:
         raise ConfigError(
             f"{limit} leaves {available / _GIB:.2f} GiB for the KV cache, but two blocks of it "
             f"need {2 * bytes_per_block / _GIB:.2f} GiB"
         )
     return count
+
+
+def most_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.device) -> int:
+    """Blocks of a cache that has all of a GPU's memory but what is allocated now; 0 where there is none."""
+    _, total = torch.cuda.mem_get_info(device)
+    left = int(config.gpu_memory_utilization * total) - torch.cuda.memory_allocated(device)
+    return max(left, 0) // bytes_per_block
 
 
 def max_model_len(layout: CacheLayout, num_blocks: int, *, chunk: int, wanted: int | None, limit: int) -> int:
@@ -106,9 +117,9 @@ def describe(layout: CacheLayout, num_blocks: int, *, chunk: int, max_len: int) 
 
 
 def profile_steps(
-    device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], graph_layers: int, cache_bytes: int
+    device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], graph_layers: int, beside: int
 ) -> Profile:
-    """Measure the largest step and the largest graphs on a GPU, where a trial's cache takes `cache_bytes`.
+    """Measure the largest step and the largest graphs on a GPU, where a trial's cache and tables take `beside` bytes.
 
     `step` runs the one, `graphs` captures the others, and `graph_layers` says how many layers all graphs that there may
     be have together.
@@ -122,7 +133,7 @@ def profile_steps(
     graphs()
     torch.cuda.synchronize(device)
     pool = max(free - torch.cuda.mem_get_info(device)[0], 0)
-    return Profile(resident - cache_bytes, peak - resident, pool + graph_layers * _GRAPH_LAYER_BYTES)
+    return Profile(resident - beside, peak - resident, pool + graph_layers * _GRAPH_LAYER_BYTES)
 
 
 @contextmanager

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from raylm import ops
-from raylm.core.step import NewRow, StepPlan
+from raylm.core.step import CacheLayout, NewRow, StepPlan
 from raylm.worker.prefix_sharing import PrefixSharing
 from raylm.worker.transfer import Uploader
+
+
+class TableSizes(NamedTuple):
+    """What a RequestTable takes on the device, but for a few numbers a row: it is as long as a request may be."""
+
+    max_rows: int
+    layout: CacheLayout
+    chunk: int
+    """Tokens that one step computes at most."""
+    limit: int
+    """Tokens of a request at most, however large the cache."""
+
+    def longest(self, num_blocks: int) -> int:
+        """Tokens of a request at most, beside a cache of so many blocks."""
+        return self.layout.longest(num_blocks, chunk=self.chunk, limit=self.limit)
+
+    def bytes(self, max_model_len: int) -> int:
+        columns = -(-max_model_len // self.layout.block_size)
+        return (self.max_rows + 1) * (8 * max_model_len + 4 * len(self.layout.windows) * columns)
+
+    def blocks_beside(self, available: int, *, bytes_per_block: int) -> int:
+        """The most blocks that so many bytes hold beside the table."""
+        low, high = 0, max(available, 0) // bytes_per_block
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = middle * bytes_per_block + self.bytes(self.longest(middle)) <= available
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 class RequestTable:

@@ -10,6 +10,7 @@ import torch
 
 from raylm import LLM, EngineConfig
 from raylm.bench.dummy import write_shape
+from raylm.config.engine import ParallelConfig
 from raylm.config.resolve import resolve
 from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
@@ -22,7 +23,7 @@ NEAR = 0.03
 @pytest.mark.parametrize(
     ("shape", "quantised", "changes"),
     [
-        ("qwen3-0.6b", None, {"scheduler": {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}}),
+        ("qwen3-0.6b", None, {}),
         ("llama-3.1-8b", None, {"scheduler": {"max_num_seqs": 256, "max_num_batched_tokens": 2048}}),
         ("llama-3.1-8b", None, {"scheduler": {"max_num_seqs": 512, "max_num_batched_tokens": 16384}}),
         ("llama-3.1-8b", None, {"cache": {"dtype": "fp8"}}),
@@ -44,7 +45,7 @@ def test_the_cache_has_the_tokens_that_were_planned(shape, quantised, changes, t
     gpu = next((gpu for known, gpu in GPUS.items() if known in name.split()), None)
     if gpu is None:
         pytest.skip(f"no plan is made for {name}")
-    if torch.cuda.device_count() < sum(changes.get("parallel", {}).values()):
+    if torch.cuda.device_count() < ParallelConfig(**changes.get("parallel", {})).num_workers:
         pytest.skip("there are no two CUDA devices")
     folder = write_shape(shape, tmp_path, quantised=quantised)
     model = {"path": str(folder), "load_format": "dummy", "max_model_len": 8192, **changes.get("model", {})}
@@ -57,4 +58,4 @@ def test_the_cache_has_the_tokens_that_were_planned(shape, quantised, changes, t
     del llm
     gc.collect()
     torch.cuda.empty_cache()
-    assert plan.num_blocks == pytest.approx(found, rel=NEAR), (plan.step_bytes, plan.cuda_bytes)
+    assert plan.num_blocks == pytest.approx(found, rel=NEAR), (plan.step_bytes, plan.table_bytes, plan.cuda_bytes)

@@ -97,11 +97,18 @@ def test_a_gguf_file_is_no_head(target: DecoderModel) -> None:
         read_eagle3_arch(ModelSource(Path("x.gguf"), "gguf"), target.arch)
 
 
-@pytest.mark.parametrize("family", ["olmo2", "opt_350m"])
-def test_a_target_without_norms_before_its_layers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("olmo2", {}, "layers have no norms before them"),
+        ("opt_350m", {}, "layers have no norms before them"),
+        ("opt", {"word_embed_proj_dim": 48}, "embedding has 48 columns, not hidden_size, 64"),
+    ],
+)
+def test_a_target_that_heads_cannot_read(family: str, changes: dict, message: str, tmp_path: Path) -> None:
     head_arch(tmp_path)
-    folder = checkpoints.FAMILIES[family](tmp_path / family)
-    with pytest.raises(ConfigError, match="the model has no norms before its layers, which cannot be listened to"):
+    folder = checkpoints.FAMILIES[family](tmp_path / family, **changes)
+    with pytest.raises(ConfigError, match=message):
         read_eagle3_arch(locate(str(tmp_path / "head")), ArchConfig.from_source(locate(str(folder))))
 
 

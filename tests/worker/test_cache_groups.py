@@ -17,6 +17,7 @@ from raylm.models.cache_spec import BlockPart, CacheSpec, cache_specs
 from raylm.parallel.context import ParallelContext
 from raylm.worker import memory
 from raylm.worker.cache_groups import CacheGroups
+from raylm.worker.request_table import RequestTable, TableSizes
 from tests.support import checkpoints
 
 
@@ -110,6 +111,27 @@ def test_the_longest_request_is_the_one_that_just_fits(gemma):
     assert longest == 8192
     assert layout.blocks_for(longest + 1, chunk=512) > 842
     assert layout.longest(100_000, chunk=512, limit=32768) == 32768
+
+
+@pytest.mark.parametrize("limit", [64, 4096, 1 << 20])
+@pytest.mark.parametrize("windows", [[0], [0, 512, 512]])
+@pytest.mark.parametrize("available", [-5, 0, 40_000, 3_000_000, 900_000_000])
+def test_blocks_and_tables_fill_what_there_is(limit, windows, available):
+    sizes = TableSizes(63, CacheLayout(16, windows), 512, limit)
+
+    def taken(blocks):
+        return 4096 * blocks + sizes.bytes(sizes.longest(blocks))
+
+    found = sizes.blocks_beside(available, bytes_per_block=4096)
+    assert found == 0 or taken(found) <= available
+    assert taken(found + 1) > available
+
+
+def test_a_table_takes_what_is_planned():
+    sizes = TableSizes(63, CacheLayout(16, [0, 512]), 512, 1000)
+    device = torch.device("cpu")
+    table = RequestTable(max_rows=63, max_model_len=500, block_size=16, num_groups=2, device=device)
+    assert sizes.bytes(500) == table.token_ids.nbytes + table.block_table.nbytes
 
 
 def test_bytes_of_a_block(gemma):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from raylm import ops
-from raylm.config.engine import EngineConfig, RuntimeConfig
+from raylm.config.engine import CacheConfig, EngineConfig, RuntimeConfig
 from raylm.config.resolve import ResolvedEngine, resolve
 from raylm.core.sampling import SamplingParams
 from raylm.core.step import CacheLayout, Copies, ModelInfo, NewBlocks, NewRow, RowSampling, StepPlan
@@ -25,9 +26,11 @@ from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.cache_spec import CacheSpec
 from raylm.ops import extension
+from raylm.worker import building, memory
+from raylm.worker.building import Built, CacheSize, SamplingParts
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
-from raylm.worker.loading import captures_graphs, choose_attention, shares_prefixes
+from raylm.worker.loading import Loaded, captures_graphs, choose_attention, shares_prefixes
 from raylm.worker.worker import Worker
 from tests.support import checkpoints
 
@@ -186,3 +189,35 @@ def test_block_0_holds_numbers_from_the_start(monkeypatch: pytest.MonkeyPatch) -
     assert len(caches) == 4
     for cache in caches:
         assert (cache[0] == 0).all() and cache[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("blocks", "longest"), [(20, 80), (1000, 512), (0, 4)])
+def test_a_trials_tables_are_as_long_as_a_cache_could_hold(
+    blocks: int, longest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU with room for so many blocks beside the weights would try."""
+    folder = checkpoints.llama(tmp_path)
+    block_bytes = start(folder, num_blocks=40).block_bytes
+    lengths: list[int] = []
+    build = building.build
+
+    def built(config: ResolvedEngine, loaded: Loaded, parts: SamplingParts, size: CacheSize) -> Built:
+        lengths.append(size.max_model_len)
+        return build(config, loaded, parts, size)
+
+    def profiled(device: torch.device, *, step: Callable[[], object], **_: object) -> memory.Profile:
+        step()
+        return memory.Profile(0, 0, 0)
+
+    def found(config: CacheConfig, *, profile: Callable[[], memory.Profile], **_: object) -> int:
+        assert profile() == (0, 0, 0)
+        return 40
+
+    total = int((blocks + 0.5) * block_bytes / CacheConfig().gpu_memory_utilization)
+    monkeypatch.setattr(building, "build", built)
+    monkeypatch.setattr(memory, "profile_steps", profiled)
+    monkeypatch.setattr(memory, "num_blocks", found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    start(folder)
+    assert lengths[0] == longest

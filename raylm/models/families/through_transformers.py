@@ -92,6 +92,8 @@ def _reasons(config: PreTrainedConfig) -> Iterator[str]:
         yield "its attention keeps latent vectors (MLA), no keys and values"
     if getattr(config, "num_kv_shared_layers", None):
         yield "its layers share keys and values"
+    if getattr(config, "word_embed_proj_dim", None) not in (None, getattr(config, "hidden_size", None)):
+        yield "its embedding and head have another width than its layers"
     if getattr(config, "alibi", False):
         yield "its attention has linear biases"
     ropes = getattr(config, "rope_parameters", None) or {}
