@@ -12,20 +12,20 @@ message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")
 # This level is for host code, here the launchers, and -O1 compiles faster. It does not change the code of kernels.
 string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
-# The files that take longest to compile come first, so that both cores of a small machine are busy until the end.
-target_sources(raylm_kernels PRIVATE
-  csrc/cuda/decode_attention.cu csrc/cuda/few_layers.cu csrc/cuda/few_mixture.cu csrc/cuda/patched_linear_int4.cu
-  csrc/cuda/patched_experts_floats.cu csrc/cuda/patched_experts.cu csrc/cuda/patched_experts_affine.cu csrc/cuda/patched_experts_rows.cu
-  csrc/cuda/decode_prefixes.cu csrc/cuda/decode_codes.cu csrc/cuda/prefill_hopper.cu csrc/cuda/tile_linear.cu
-  csrc/cuda/experts.cu csrc/cuda/patched_linear_affine.cu csrc/cuda/prefill_attention.cu
-  csrc/cuda/patched_linear_floats.cu csrc/cuda/patched_linear_int8.cu
-  csrc/cuda/all_gather.cu csrc/cuda/all_reduce.cu csrc/cuda/attention.cu csrc/cuda/gated.cu
-  csrc/cuda/gated_linear.cu csrc/cuda/linear.cu csrc/cuda/logits.cu csrc/cuda/logprobs.cu csrc/cuda/norm.cu csrc/cuda/patched_linear.cu
-  csrc/cuda/patched_linear_mxfp8.cu csrc/cuda/patched_linear_nf4.cu csrc/cuda/patched_linear_rows.cu
-  csrc/cuda/peer_memory.cu csrc/cuda/peer_norm.cu
-  csrc/cuda/peer_split_norm.cu csrc/cuda/penalize.cu csrc/cuda/prefixes.cu csrc/cuda/rope_store.cu csrc/cuda/rotary.cu
-  csrc/cuda/rounded_rows.cu csrc/cuda/route.cu csrc/cuda/sample.cu csrc/cuda/scaled_linear.cu csrc/cuda/scaled_rows.cu
-  csrc/cuda/split_linear.cu csrc/cuda/store_kv.cu csrc/cuda/tokens.cu)
+# In a group a file that declares templates as instantiated elsewhere stands before the one that instantiates them.
+add_group(decode cuda/decode_attention.cu cuda/decode_codes.cu cuda/decode_prefixes.cu)
+add_group(patched_linear cuda/patched_linear.cu cuda/patched_linear_rows.cu cuda/patched_linear_int4.cu
+  cuda/patched_linear_affine.cu cuda/patched_linear_int8.cu)
+add_group(few_layers cuda/few_layers.cu cuda/few_mixture.cu)
+add_group(patched_experts cuda/patched_experts.cu cuda/patched_experts_affine.cu cuda/patched_experts_floats.cu
+  cuda/patched_experts_rows.cu)
+add_group(attention cuda/prefill_hopper.cu cuda/prefill_attention.cu cuda/attention.cu cuda/prefixes.cu cuda/route.cu)
+add_group(patched_floats cuda/patched_linear_floats.cu cuda/patched_linear_mxfp8.cu cuda/patched_linear_nf4.cu)
+add_group(rows cuda/gated.cu cuda/logits.cu cuda/logprobs.cu cuda/norm.cu cuda/penalize.cu cuda/rope_store.cu cuda/rotary.cu
+  cuda/rounded_rows.cu cuda/sample.cu cuda/scaled_rows.cu cuda/store_kv.cu cuda/tokens.cu)
+add_group(peers cuda/all_gather.cu cuda/all_reduce.cu cuda/peer_memory.cu cuda/peer_norm.cu cuda/peer_split_norm.cu)
+add_group(products cuda/gated_linear.cu cuda/linear.cu cuda/scaled_linear.cu cuda/split_linear.cu)
+target_sources(raylm_kernels PRIVATE csrc/cuda/experts.cu csrc/cuda/tile_linear.cu)
 # wgmma's operands are written out one by one, for each type and width: a script does that.
 set(WGMMA_FORMS ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx/wgmma_forms.cuh)
 add_custom_command(OUTPUT ${WGMMA_FORMS}

@@ -19,8 +19,6 @@ using Numbers = std::vector<int64_t>;
 constexpr const char* kOp = "block_experts";
 constexpr int64_t kNumActivations = 3;
 
-int64_t groups_of(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
-
 struct Sizes {
   int64_t rows, per_row, hidden, experts, inner;
 
@@ -94,8 +92,8 @@ class Mixture {
 
   void run() {
     const int64_t used = static_cast<int64_t>(gate_up_.size());
-    for (const int64_t pieces : {sizes_.rows, used * groups_of(sizes_.inner), sizes_.pairs(),
-                                 used * groups_of(sizes_.hidden), sizes_.rows}) {
+    for (const int64_t pieces : {sizes_.rows, used * linear_groups(sizes_.inner), sizes_.pairs(),
+                                 used * linear_groups(sizes_.hidden), sizes_.rows}) {
       phases_.add(pieces);
     }
     torch::stable::parallel_for(0, threads_, 1, [&](int64_t, int64_t) {
@@ -172,7 +170,7 @@ class Mixture {
   // A group of columns of an expert's product, for all its rows.
   template <typename Kernel>
   static void multiply(Kernel kernel, const std::vector<BlockLinearArgs>& experts, int64_t piece) {
-    const int64_t columns = experts[0].out_size, groups = groups_of(columns), begin = piece % groups * kLinearColumns;
+    const int64_t columns = experts[0].out_size, groups = linear_groups(columns), begin = piece % groups * kLinearColumns;
     kernel(experts[piece / groups], begin, std::min(begin + kLinearColumns, columns));
   }
 

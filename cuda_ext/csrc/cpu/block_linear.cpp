@@ -86,8 +86,6 @@ const void* bias_from(const std::optional<Tensor>& bias, int64_t column) {
   return static_cast<const char*>(bias->const_data_ptr()) + column * static_cast<int64_t>(bias->element_size());
 }
 
-int64_t groups_of(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
-
 // As in linear: products of 16 bits take about as long as those of floats.
 int64_t cost_of(const QuantisedX& x) { return kLinearColumns * x.rows().size * x.num_rows() / 4; }
 
@@ -105,7 +103,7 @@ Tensor block_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, std::o
     args.out = static_cast<char*>(out.mutable_data_ptr()) + column * static_cast<int64_t>(out.element_size());
     parts.push_back(args);
     column += args.out_size;
-    ends.push_back(groups += groups_of(args.out_size));
+    ends.push_back(groups += linear_groups(args.out_size));
   }
   for_range(groups, cost_of(quantised), [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < parts.size(); ++i) {
@@ -132,7 +130,7 @@ Tensor block_gated_linear(Tensor x, Tensors blocks, std::vector<int64_t> kinds, 
   for (int i = 0; i < 2; ++i) set_weight(args, i, blocks[i], kinds[i], bias_from(bias, i * width));
   args.activation = gelu_tanh ? Activation::kGeluTanh : Activation::kSilu;
   args.out = out.mutable_data_ptr();
-  for_range(groups_of(width), 2 * cost_of(quantised), [&](int64_t begin, int64_t end) {
+  for_range(linear_groups(width), 2 * cost_of(quantised), [&](int64_t begin, int64_t end) {
     cpu_kernels().block_gated(args, begin * kLinearColumns, std::min(end * kLinearColumns, width));
   });
   return out;

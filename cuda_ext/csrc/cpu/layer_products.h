@@ -10,8 +10,6 @@
 
 namespace raylm {
 
-inline int64_t groups_of_columns(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
-
 // Rows of float32 that products read; those of weights in blocks read them in 16 bits.
 class ProductInput {
  public:
@@ -42,7 +40,7 @@ class Product {
   bool in_blocks() const { return num_parts_ > 0; }
   bool gated() const { return gated_; }
   // Groups of kLinearColumns columns that the work is divided into.
-  int64_t groups() const { return in_blocks() ? ends_[num_parts_ - 1] : groups_of_columns(plain_.out_size); }
+  int64_t groups() const { return in_blocks() ? ends_[num_parts_ - 1] : linear_groups(plain_.out_size); }
 
   void set_plain(const ProductInput& x, int64_t rows, const Tensor& weight, const float* bias, float* out) {
     plain_.dtype = dtype_of(weight);
@@ -70,7 +68,7 @@ class Product {
     set_weight(args, 0, blocks, kind);
     args.bias[0] = bias ? bias + column_ : nullptr;
     column_ += args.out_size;
-    ends_[num_parts_] = (num_parts_ > 0 ? ends_[num_parts_ - 1] : 0) + groups_of_columns(args.out_size);
+    ends_[num_parts_] = (num_parts_ > 0 ? ends_[num_parts_ - 1] : 0) + linear_groups(args.out_size);
     ++num_parts_;
   }
 

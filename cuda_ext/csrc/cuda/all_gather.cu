@@ -5,30 +5,31 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "peer_all_gather";
-constexpr int64_t kFewThreads = 128;  // of a block, until all blocks are in use, as in a sum
+constexpr const char* kAllGather = "peer_all_gather";
 
 // Bytes of a row.
 int64_t check(const Tensor& x, const Peers& peers, bool split) {
-  Arg(kOp, "x", x).on_device_of(x).dim(2).contiguous();
+  Arg(kAllGather, "x", x).on_device_of(x).dim(2).contiguous();
   const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size()), most = bytes_from_each(peers);
   if (!is_aligned(x.data_ptr()) || bytes % 16 != 0) {
-    fail(kOp, "x has rows of ", bytes, " bytes at ", x.data_ptr(), ", must be a multiple of 16 at a multiple of 16");
+    fail(kAllGather, "x has rows of ", bytes, " bytes at ", x.data_ptr(), ", must be a multiple of 16 at a multiple of 16");
   }
-  if (bytes > most) fail(kOp, "x has rows of ", bytes, " bytes, must have at most ", most, " (capacity)");
-  if (split && x.size(0) % peers.ranks != 0) fail(kOp, "x has ", x.size(0), " rows, must have a multiple of ", peers.ranks);
+  if (bytes > most) fail(kAllGather, "x has rows of ", bytes, " bytes, must have at most ", most, " (capacity)");
+  if (split && x.size(0) % peers.ranks != 0) {
+    fail(kAllGather, "x has ", x.size(0), " rows, must have a multiple of ", peers.ranks);
+  }
   return bytes;
 }
 
 // Follows from the number of vectors alone, so that it is the same on every rank.
 void launch(const Peers& peers, const GatherParams& params, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>(kWindowBlocks, divide_up(params.count, kFewThreads));
+  const int64_t blocks = std::min<int64_t>(kWindowBlocks, divide_up(params.count, kSpreadThreads));
   const dim3 grid(static_cast<unsigned>(blocks)), block(threads_for(divide_up(params.count, blocks), kGatherThreads));
   launch_dependent(peer_all_gather_kernel, grid, block, stream, peers, params);
 }
 
 Tensor peer_all_gather(Tensor x, Tensor windows, int64_t rank, int64_t capacity, double limit_s, bool split) {
-  const Peers peers = make_peers(kOp, windows, rank, capacity, limit_s);
+  const Peers peers = make_peers(kAllGather, windows, rank, capacity, limit_s);
   const int64_t bytes = check(x, peers, split), rows = split ? x.size(0) / peers.ranks : x.size(0);
   Tensor out = torch::stable::new_empty(x, {rows, x.size(1) * peers.ranks});
   if (x.numel() == 0) return out;
@@ -43,7 +44,7 @@ Tensor peer_all_gather(Tensor x, Tensor windows, int64_t rank, int64_t capacity,
                               static_cast<uint32_t>(bytes / 16), static_cast<uint32_t>(vecs)};
     launch(peers, params, current_stream(x));
   }
-  check_launch(kOp);
+  check_launch(kAllGather);
   return out;
 }
 

@@ -9,7 +9,7 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "gated_linear";
+constexpr const char* kGatedLinear = "gated_linear";
 constexpr int64_t kManyRows = 1024;  // an H200, 4096 -> 14336: 0.95 of the two kernels' time; at 512 rows, 1.05
 constexpr int kCluster = 2;          // blocks that share the fetching of weights
 constexpr int kBandRows = 2048;      // rows that go through all weights before the next ones do; they stay in the L2 cache
@@ -67,14 +67,14 @@ bool run(const Tensor& x, const Tensor& weight, bool gelu_tanh, const Tensor& ou
   const int32_t device = x.get_device_index();
   const auto stream = current_stream(x);
   gelu_tanh ? launch<T, GeluTanh>(params, device, stream) : launch<T, Silu>(params, device, stream);
-  check_launch(kOp);
+  check_launch(kGatedLinear);
   return true;
 }
 
 // Where no kernel does both: the product, and then the activation.
 Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, bool gelu_tanh, bool frozen) {
   check_gated_linear(x, weight, bias.has_value() ? &*bias : nullptr);
-  Arg(kOp, "weight", weight).on_device_of(x);
+  Arg(kGatedLinear, "weight", weight).on_device_of(x);
   if (fits(x, weight, bias)) {
     const Guard guard(x.get_device_index());
     const Tensor out = new_rows(x, weight.size(0) / 2);

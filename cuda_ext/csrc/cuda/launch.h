@@ -155,6 +155,8 @@ void launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStre
   launch_dependent(kernel, Launch{grid, block, stream}, params...);
 }
 
+constexpr int64_t kMaxGridY = 65535;  // blocks
+
 // Threads for a row of `size` elements: whole warps, at most `most`.
 inline unsigned threads_for(int64_t size, int64_t most) {
   const int64_t warps = divide_up(size, 32);

@@ -5,14 +5,12 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr int64_t kMaxSlices = 65535;  // blocks in y
-
 void mask_logits(Tensor logits, Tensor bitmask, Tensor mask_rows) {
   const char* op = "mask_logits";
   Arg(op, "logits", logits).floating().dim(2).last_contiguous();
   const int64_t rows = logits.size(0), vocab = logits.size(1);
-  if (vocab > kMaxSlices * kMaskSlice) {
-    fail(op, "logits has ", vocab, " columns, must have at most ", kMaxSlices * kMaskSlice);
+  if (vocab > kMaxGridY * kMaskSlice) {
+    fail(op, "logits has ", vocab, " columns, must have at most ", kMaxGridY * kMaskSlice);
   }
   Arg(op, "bitmask", bitmask).dtype({ScalarType::Int}).dim(2).last_contiguous().on_device_of(logits);
   Arg(op, "bitmask", bitmask).size(1, divide_up(vocab, 32), "32 columns of logits a word");

@@ -8,8 +8,6 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr int64_t kMaxVecs = 4;  // 16-byte accesses that a thread may hold
-
 template <typename T>
 void launch_any(const NormParams<T>& params, cudaStream_t stream) {
   launch_dependent(rms_norm_any_kernel<T>, dim3(params.rows), dim3(threads_for(params.hidden, 512)), stream, params);

@@ -5,11 +5,11 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "peer_add_rms_norm";
+constexpr const char* kAddNorm = "peer_add_rms_norm";
 
 void check_sizes(const Tensor& x, int64_t row_bytes, const Peers& peers) {
   const int64_t bytes = x.size(0) * row_bytes, most = bytes_from_each(peers);
-  if (bytes > most) fail(kOp, "x has ", bytes, " bytes, must have at most ", most, " (capacity)");
+  if (bytes > most) fail(kAddNorm, "x has ", bytes, " bytes, must have at most ", most, " (capacity)");
 }
 
 template <typename T>
@@ -28,17 +28,17 @@ void launch(const Peers& peers, const NormParams<T>& params, cudaStream_t stream
 
 Tensor peer_add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps, Tensor windows, int64_t rank,
                          int64_t capacity, double limit_s) {
-  check_peer_norm(kOp, x, residual, weight);
-  const Peers peers = make_peers(kOp, windows, rank, capacity, limit_s);
+  check_peer_norm(kAddNorm, x, residual, weight);
+  const Peers peers = make_peers(kAddNorm, windows, rank, capacity, limit_s);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
     check_sizes(x, x.size(1) * static_cast<int64_t>(sizeof(T)), peers);
-    const NormParams<T> params = peer_norm_params<T>(kOp, x, residual, weight, out, eps, kPeerNormThreads);
+    const NormParams<T> params = peer_norm_params<T>(kAddNorm, x, residual, weight, out, eps, kPeerNormThreads);
     if (x.numel() > 0) launch(peers, params, current_stream(x));
   });
-  check_launch(kOp);
+  check_launch(kAddNorm);
   return out;
 }
 

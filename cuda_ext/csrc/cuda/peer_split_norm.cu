@@ -5,7 +5,7 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "peer_split_add_rms_norm";
+constexpr const char* kSplitAddNorm = "peer_split_add_rms_norm";
 
 // A slot of a window has the share of a rank for each of the others.
 void check_slot(const char* op, const Peers& peers, int64_t rows, int64_t row_bytes) {
@@ -40,17 +40,17 @@ void launch(const Peers& peers, const NormParams<T>& params, uint64_t sent, cuda
 
 Tensor peer_split_add_rms_norm(Tensor x, Tensor residual, Tensor weight, double eps, Tensor windows, int64_t rank,
                                int64_t capacity, double limit_s) {
-  check_peer_norm(kOp, x, residual, weight);
-  const Peers peers = make_peers(kOp, windows, rank, capacity, limit_s);
+  check_peer_norm(kSplitAddNorm, x, residual, weight);
+  const Peers peers = make_peers(kSplitAddNorm, windows, rank, capacity, limit_s);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   const Guard guard(x.get_device_index());
   by_dtype(x, [&](auto type) {
     using T = decltype(type);
-    const NormParams<T> params = peer_norm_params<T>(kOp, x, residual, weight, out, eps, kPeerNormThreads);
-    check_slot(kOp, peers, x.size(0), x.size(1) * static_cast<int64_t>(sizeof(T)));
+    const NormParams<T> params = peer_norm_params<T>(kSplitAddNorm, x, residual, weight, out, eps, kPeerNormThreads);
+    check_slot(kSplitAddNorm, peers, x.size(0), x.size(1) * static_cast<int64_t>(sizeof(T)));
     if (x.numel() > 0) launch(peers, params, 0, current_stream(x));
   });
-  check_launch(kOp);
+  check_launch(kSplitAddNorm);
   return out;
 }
 

@@ -8,6 +8,8 @@
 
 namespace raylm::cuda {
 
+constexpr int64_t kSpreadThreads = 128;  // of a block, until all blocks are in use: a small message is quickest spread out
+
 // `windows` holds the addresses of all ranks' windows in the order of ranks (int64, on the CPU): they go to the kernel
 // by value.
 inline Peers make_peers(const char* op, const Tensor& windows, int64_t rank, int64_t capacity, double limit_s) {

@@ -4,19 +4,18 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "penalize";
-constexpr int64_t kMaxSlices = 65535;  // blocks in y
+constexpr const char* kPenalize = "penalize";
 
 void check(const Tensor& logits, const Tensor& token_ids, const std::pair<const char*, const Tensor*> (&settings)[6]) {
-  Arg(kOp, "logits", logits).floating().dim(2).last_contiguous();
-  if (logits.size(1) > kMaxSlices * kPenalizeSlice) {
-    fail(kOp, "logits has ", logits.size(1), " columns, must have at most ", kMaxSlices * kPenalizeSlice);
+  Arg(kPenalize, "logits", logits).floating().dim(2).last_contiguous();
+  if (logits.size(1) > kMaxGridY * kPenalizeSlice) {
+    fail(kPenalize, "logits has ", logits.size(1), " columns, must have at most ", kMaxGridY * kPenalizeSlice);
   }
-  Arg(kOp, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous().on_device_of(logits);
+  Arg(kPenalize, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous().on_device_of(logits);
   for (int i = 0; i < 6; ++i) {
     const auto& [name, tensor] = settings[i];
-    Arg(kOp, name, *tensor).dtype({i < 3 ? ScalarType::Long : ScalarType::Float}).dim(1).contiguous();
-    Arg(kOp, name, *tensor).size(0, logits.size(0), "the rows of logits").on_device_of(logits);
+    Arg(kPenalize, name, *tensor).dtype({i < 3 ? ScalarType::Long : ScalarType::Float}).dim(1).contiguous();
+    Arg(kPenalize, name, *tensor).size(0, logits.size(0), "the rows of logits").on_device_of(logits);
   }
 }
 
@@ -46,7 +45,7 @@ Tensor penalize(Tensor logits, Tensor token_ids, Tensor rows, Tensor prompt_lens
         data<float>(repetition), data<float>(frequency), data<float>(presence), data<T>(out), vectors};
     launch(params, logits.size(0), current_stream(logits));
   });
-  check_launch(kOp);
+  check_launch(kPenalize);
   return out;
 }
 

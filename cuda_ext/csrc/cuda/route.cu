@@ -7,7 +7,7 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "route";
+constexpr const char* kRoute = "route";
 
 template <typename T, int Each>
 void launch(const RouteParams& params, cudaStream_t stream) {
@@ -27,21 +27,21 @@ void launch(const RouteParams& params, cudaStream_t stream) {
 
 void check(const Tensor& logits, const std::optional<Tensor>& bias, int64_t per_token, int64_t groups,
            int64_t groups_per_token) {
-  Arg(kOp, "logits", logits).floating().dim(2).last_contiguous();
+  Arg(kRoute, "logits", logits).floating().dim(2).last_contiguous();
   const int64_t experts = logits.size(1);
   if (bias) {
-    Arg(kOp, "bias", *bias).dtype({ScalarType::Float}).dim(1).size(0, experts, "the experts").contiguous();
-    Arg(kOp, "bias", *bias).on_device_of(logits);
+    Arg(kRoute, "bias", *bias).dtype({ScalarType::Float}).dim(1).size(0, experts, "the experts").contiguous();
+    Arg(kRoute, "bias", *bias).on_device_of(logits);
   }
-  if (experts > kRouteMost) fail(kOp, "logits has ", experts, " experts, must have at most ", kRouteMost);
+  if (experts > kRouteMost) fail(kRoute, "logits has ", experts, " experts, must have at most ", kRouteMost);
   if (per_token < 1 || per_token > kWarp || per_token > experts) {
-    fail(kOp, "per_token is ", per_token, ", must be from 1 to ", experts < kWarp ? experts : kWarp);
+    fail(kRoute, "per_token is ", per_token, ", must be from 1 to ", experts < kWarp ? experts : kWarp);
   }
   if (groups < 1 || groups > kRouteMostGroups || experts % groups != 0) {
-    fail(kOp, "groups is ", groups, ", must be a divisor of the ", experts, " experts and at most ", kRouteMostGroups);
+    fail(kRoute, "groups is ", groups, ", must be a divisor of the ", experts, " experts and at most ", kRouteMostGroups);
   }
   if (groups_per_token < 1 || groups_per_token > groups) {
-    fail(kOp, "groups_per_token is ", groups_per_token, ", must be from 1 to ", groups);
+    fail(kRoute, "groups_per_token is ", groups_per_token, ", must be from 1 to ", groups);
   }
 }
 
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor> route(Tensor logits, std::optional<Tensor> bias, int6
   params.normalized = normalized;
   const Guard guard(logits.get_device_index());
   by_dtype(logits, [&](auto type) { launch<decltype(type)>(params, current_stream(logits)); });
-  check_launch(kOp);
+  check_launch(kRoute);
   return {weights, chosen};
 }
 

@@ -4,15 +4,15 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "sample";
+constexpr const char* kSample = "sample";
 
 void check(const Tensor& logits, const std::pair<const char*, const Tensor*> (&settings)[6]) {
-  Arg(kOp, "logits", logits).floating().dim(2).last_contiguous();
-  if (logits.size(1) < 1) fail(kOp, "logits has no columns");
+  Arg(kSample, "logits", logits).floating().dim(2).last_contiguous();
+  if (logits.size(1) < 1) fail(kSample, "logits has no columns");
   for (const auto& [name, tensor] : settings) {
     const bool real = tensor == settings[0].second || tensor == settings[2].second || tensor == settings[3].second;
-    Arg(kOp, name, *tensor).dtype({real ? ScalarType::Float : ScalarType::Long}).dim(1).contiguous();
-    Arg(kOp, name, *tensor).size(0, logits.size(0), "the rows of logits").on_device_of(logits);
+    Arg(kSample, name, *tensor).dtype({real ? ScalarType::Float : ScalarType::Long}).dim(1).contiguous();
+    Arg(kSample, name, *tensor).size(0, logits.size(0), "the rows of logits").on_device_of(logits);
   }
 }
 
@@ -32,7 +32,7 @@ int64_t most_columns(int device) {
 template <typename T>
 void launch(const SampleParams& params, int64_t rows, int device, cudaStream_t stream) {
   const int bytes = kSampleWarps * params.segment * static_cast<int>(sizeof(float)), most = most_bytes(device);
-  allow_shared<sample_kernel<T>>(kOp, device, most);
+  allow_shared<sample_kernel<T>>(kSample, device, most);
   const dim3 grid(rows * kSampleCtas), block(kSampleThreads);
   launch_dependent(sample_kernel<T>, {grid, block, stream, static_cast<size_t>(bytes), kSampleCtas}, params);
 }
@@ -44,7 +44,7 @@ Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Ten
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   const int device = logits.get_device_index();
   if (vocab > most_columns(device)) {
-    fail(kOp, "logits has ", vocab, " columns, must have at most ", most_columns(device), " on this device");
+    fail(kSample, "logits has ", vocab, " columns, must have at most ", most_columns(device), " on this device");
   }
   Tensor token_ids = torch::stable::new_empty(seed, seed.sizes());
   if (rows == 0) return token_ids;
@@ -60,7 +60,7 @@ Tensor sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Ten
         data<int64_t>(top_k), data<int64_t>(seed), data<int64_t>(position), data<int64_t>(token_ids)};
     launch<T>(params, rows, device, current_stream(logits));
   });
-  check_launch(kOp);
+  check_launch(kSample);
   return token_ids;
 }
 

@@ -6,31 +6,33 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr const char* kOp = "scaled_linear";
+constexpr const char* kScaledLinear = "scaled_linear";
 
 // The arguments, checked.
 Product product_of(const Tensor& x, const Tensor& x_scales, const Tensor& weight, const Tensor& scales,
                    const std::optional<Tensor>& bias, ScalarType dtype, bool frozen) {
   Product p{.x = x, .weight = weight, .bias = bias, .frozen = frozen};
   p.result = dtype, p.x_scales = &x_scales, p.scales = &scales;
-  Arg(kOp, "x", p.x).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous();
-  Arg(kOp, "weight", p.weight).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous().on_device_of(p.x);
-  Arg(kOp, "weight", p.weight).size(1, p.x.size(1), "the last dimension of x");
-  Arg(kOp, "x_scales", *p.x_scales).dtype({ScalarType::Float}).dim(1).size(0, p.rows, "the rows of x").contiguous();
-  Arg(kOp, "scales", *p.scales).dtype({ScalarType::Float}).dim(1).size(0, p.n, "the rows of weight").contiguous();
-  Arg(kOp, "x_scales", *p.x_scales).on_device_of(p.x);
-  Arg(kOp, "scales", *p.scales).on_device_of(p.x);
+  Arg(kScaledLinear, "x", p.x).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous();
+  Arg(kScaledLinear, "weight", p.weight).dtype({ScalarType::Float8_e4m3fn}).dim(2).contiguous().on_device_of(p.x);
+  Arg(kScaledLinear, "weight", p.weight).size(1, p.x.size(1), "the last dimension of x");
+  Arg(kScaledLinear, "x_scales", *p.x_scales).dtype({ScalarType::Float}).dim(1).size(0, p.rows, "the rows of x").contiguous();
+  Arg(kScaledLinear, "scales", *p.scales).dtype({ScalarType::Float}).dim(1).size(0, p.n, "the rows of weight").contiguous();
+  Arg(kScaledLinear, "x_scales", *p.x_scales).on_device_of(p.x);
+  Arg(kScaledLinear, "scales", *p.scales).on_device_of(p.x);
   if (p.result != ScalarType::BFloat16 && p.result != ScalarType::Half) {
-    fail(kOp, "dtype is ", dtype_name(p.result), ", must be bfloat16 or float16");
+    fail(kScaledLinear, "dtype is ", dtype_name(p.result), ", must be bfloat16 or float16");
   }
   if (p.bias) {
-    Arg(kOp, "bias", *p.bias).dtype({p.result}).dim(1).size(0, p.n, "the rows of weight").contiguous().on_device_of(p.x);
+    Arg(kScaledLinear, "bias", *p.bias).dtype({p.result}).dim(1).size(0, p.n, "the rows of weight").contiguous();
+    Arg(kScaledLinear, "bias", *p.bias).on_device_of(p.x);
   }
   if (p.n % 16 != 0 || p.k % 16 != 0) {
-    fail(kOp, "weight has ", p.n, " rows and ", p.k, " columns, must have multiples of 16");
+    fail(kScaledLinear, "weight has ", p.n, " rows and ", p.k, " columns, must have multiples of 16");
   }
-  if (p.k == 0) fail(kOp, "x has rows of 0 numbers, must have some");
-  if (!is_aligned(p.x.data_ptr()) || !is_aligned(p.weight.data_ptr())) fail(kOp, "x or weight is not 16-byte aligned");
+  if (p.k == 0) fail(kScaledLinear, "x has rows of 0 numbers, must have some");
+  const bool aligned = is_aligned(p.x.data_ptr()) && is_aligned(p.weight.data_ptr());
+  if (!aligned) fail(kScaledLinear, "x or weight is not 16-byte aligned");
   return p;
 }
 

@@ -5,8 +5,6 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr int64_t kMaxVecs = 4;  // 16-byte accesses that a thread may hold
-
 template <typename T, typename Rows>
 void launch(const Rows& rows, int64_t count, const ScaledOut& out, cudaStream_t stream) {
   const int64_t vecs = out.size / kVec<T>;

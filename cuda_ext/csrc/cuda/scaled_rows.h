@@ -8,6 +8,8 @@
 
 namespace raylm::cuda {
 
+constexpr int64_t kMaxVecs = 4;  // 16-byte accesses to a row that a thread may hold
+
 // These check their arguments.
 std::tuple<Tensor, Tensor> scale_rows(Tensor x);
 std::tuple<Tensor, Tensor> scaled_gated(Tensor x, bool gelu_tanh);

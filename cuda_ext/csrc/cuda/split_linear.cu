@@ -8,13 +8,13 @@
 namespace raylm::cuda {
 namespace {
 
-constexpr int kMostRows = 64;
+constexpr int kMostSplitRows = 64;
 constexpr int kTileCost = 1, kMeetingCost = 2;  // in steps, about
 
 // Of a weight: torch's library is as fast or faster with larger ones (H200).
 int64_t most_bytes(int64_t rows) { return (rows <= 16 ? 64 : rows <= 32 ? 40 : 8) << 20; }
 
-struct Plan {
+struct SplitPlan {
   int cluster, clusters, block_steps, shared;
   int cost;  // of a block: its steps of k, and what its tiles cost besides, in such steps
 };
@@ -30,7 +30,7 @@ int resident(int device) {
 
 // Replaces the plan where x has room in the blocks' shared memory and the cost is lower.
 template <typename T, int Rows, int Cluster>
-void consider(Plan& plan, int64_t n, int64_t k, int device) {
+void consider(SplitPlan& plan, int64_t n, int64_t k, int device) {
   const int block_steps = static_cast<int>(divide_up(divide_up(k, kSplitStep), Cluster));
   const int tiles = static_cast<int>(divide_up(n, kSplitTile));
   const int shared = SplitLayout<Rows, Cluster>::bytes(block_steps);
@@ -42,7 +42,7 @@ void consider(Plan& plan, int64_t n, int64_t k, int device) {
 }
 
 template <typename T, int Rows, int Cluster>
-void launch(const SplitLinearParams<T>& params, const Plan& plan, cudaStream_t stream) {
+void launch(const SplitLinearParams<T>& params, const SplitPlan& plan, cudaStream_t stream) {
   const dim3 grid(plan.clusters * Cluster);
   launch_dependent(split_linear_kernel<T, Rows, Cluster>,
                    {grid, dim3(kSplitThreads), stream, static_cast<size_t>(plan.shared), Cluster}, params);
@@ -51,7 +51,7 @@ void launch(const SplitLinearParams<T>& params, const Plan& plan, cudaStream_t s
 template <typename T, int Rows>
 std::optional<Tensor> run(const Product& p) {
   const int device = p.x.get_device_index();
-  Plan plan{};
+  SplitPlan plan{};
   consider<T, Rows, 1>(plan, p.n, p.k, device);
   consider<T, Rows, 2>(plan, p.n, p.k, device);
   consider<T, Rows, 4>(plan, p.n, p.k, device);
@@ -90,7 +90,7 @@ std::optional<Tensor> run(const Product& product) {
 
 std::optional<Tensor> split_linear(const Product& p) {
   const bool fits = p.n >= 8 && p.n % 8 == 0 && p.k >= 64 && p.k % 8 == 0 && 2 * p.n * p.k <= most_bytes(p.rows);
-  if (!kHopperKernels || p.rows < 1 || p.rows > kMostRows || !fits) return std::nullopt;
+  if (!kHopperKernels || p.rows < 1 || p.rows > kMostSplitRows || !fits) return std::nullopt;
   const Guard guard(p.x.get_device_index());
   return p.x.scalar_type() == ScalarType::Half ? run<__half>(p) : run<__nv_bfloat16>(p);
 }

@@ -138,11 +138,13 @@ struct AttentionUnit {
   float* partial;  // null: the unit sees all keys and writes `out`; else rows of head_dim + 2 floats
 };
 
-constexpr int64_t kLinearColumns = 16;  // columns that linear computes together
+constexpr int64_t kLinearColumns = 16;  // columns that linear computes together: a group
 constexpr int64_t kQuantised = 32;      // values of x that share a scale in block_linear
 constexpr int64_t kCodeBytes = 2;       // of one of these
 constexpr int64_t kAttentionRows = 48;  // queries times heads of a group in one unit, unless one query has more heads
 constexpr int64_t kAttentionKeys = 64;  // keys at a time
+
+constexpr int64_t linear_groups(int64_t columns) { return (columns + kLinearColumns - 1) / kLinearColumns; }
 
 // Floats of scratch memory that attention needs for a unit with that many rows.
 constexpr int64_t attention_scratch(int64_t rows, int64_t head_dim) {
