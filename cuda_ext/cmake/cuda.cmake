@@ -12,6 +12,7 @@ message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} for ${RAYLM_CUDA_ARCHS}")
 # This level is for host code, here the launchers, and -O1 compiles faster. It does not change the code of kernels.
 string(REPLACE "-O3" "-O1" CMAKE_CUDA_FLAGS_RELEASE "${CMAKE_CUDA_FLAGS_RELEASE}")
 
+target_sources(raylm_kernels PRIVATE csrc/cuda/experts.cu csrc/cuda/tile_linear.cu)
 # In a group a file that declares templates as instantiated elsewhere stands before the one that instantiates them.
 add_group(decode cuda/decode_attention.cu cuda/decode_codes.cu cuda/decode_prefixes.cu)
 add_group(patched_linear cuda/patched_linear.cu cuda/patched_linear_rows.cu cuda/patched_linear_int4.cu
@@ -25,7 +26,6 @@ add_group(rows cuda/gated.cu cuda/logits.cu cuda/logprobs.cu cuda/norm.cu cuda/p
   cuda/rounded_rows.cu cuda/sample.cu cuda/scaled_rows.cu cuda/store_kv.cu cuda/tokens.cu)
 add_group(peers cuda/all_gather.cu cuda/all_reduce.cu cuda/peer_memory.cu cuda/peer_norm.cu cuda/peer_split_norm.cu)
 add_group(products cuda/gated_linear.cu cuda/linear.cu cuda/scaled_linear.cu cuda/split_linear.cu)
-target_sources(raylm_kernels PRIVATE csrc/cuda/experts.cu csrc/cuda/tile_linear.cu)
 # wgmma's operands are written out one by one, for each type and width: a script does that.
 set(WGMMA_FORMS ${CMAKE_BINARY_DIR}/include/raylm/cuda/ptx/wgmma_forms.cuh)
 add_custom_command(OUTPUT ${WGMMA_FORMS}

@@ -147,9 +147,9 @@ class Sizing:
             tables.blocks_beside(budget - stage.held - step - beside, bytes_per_block=stage.groups.block_bytes)
             for stage in stages
         )
-        table = tables.bytes(tables.longest(fitting))
-        left = [budget - stage.held - step - table - beside for stage in stages]
         num_blocks = self._config.cache.num_blocks or fitting
+        table = tables.bytes(tables.longest(min(num_blocks, fitting)))
+        left = [budget - stage.held - step - table - beside for stage in stages]
         per_request = whole.groups.layout.blocks_for(self._context, chunk=self._chunk)
         concurrency = max(num_blocks - 1, 0) / per_request
         batch = max(1, min(int(concurrency), self._config.scheduler.max_num_seqs))

@@ -145,8 +145,9 @@ def _profile(
 ) -> memory.Profile:
     """Run the largest step there can be, with a cache just large enough for it, and capture the largest graphs."""
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    # No longer than if the cache had all memory that the weights leave: tables may be too large for a trial otherwise.
-    most = memory.most_blocks(config.cache, bytes_per_block=groups.block_bytes, device=loaded.device)
+    # A table for requests that no cache beside it could hold may be too large for a trial.
+    left = memory.bytes_left(config.cache, loaded.device)
+    most = tables.blocks_beside(left, bytes_per_block=groups.block_bytes)
     max_len = max(tables.longest(most), min(tables.limit, groups.layout.block_size))
     max_len = agree_on_min(max_len, loaded.model.context)
     plan = trial.trial_plan(min(budget, rows * max_len), rows, groups.layout)

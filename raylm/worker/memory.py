@@ -26,7 +26,7 @@ class Profile(NamedTuple):
     """Bytes that a trial of the largest steps took on the GPU."""
 
     resident: int
-    """Weights."""
+    """Weights, and what the runner keeps beside the rows' tables."""
     step: int
     """What the largest step takes beside these and the cache."""
     graphs: int
@@ -63,6 +63,9 @@ def num_blocks(
     if device.type == "cuda":
         available, limit = _cuda_bytes_left(config.gpu_memory_utilization, device, profile())
         count = tables.blocks_beside(available, bytes_per_block=bytes_per_block)
+        taken = tables.bytes(tables.longest(count))
+        available -= taken
+        logger.info("%s; %.2f GiB hold the rows' tables", limit, taken / _GIB)
     else:
         available = int(config.cpu_memory_gib / num_workers * _GIB)
         limit = f"cache.cpu_memory_gib {config.cpu_memory_gib:g}"
@@ -77,11 +80,10 @@ def num_blocks(
     return count
 
 
-def most_blocks(config: CacheConfig, *, bytes_per_block: int, device: torch.device) -> int:
-    """Blocks of a cache that has all of a GPU's memory but what is allocated now; 0 where there is none."""
-    _, total = torch.cuda.mem_get_info(device)
-    left = int(config.gpu_memory_utilization * total) - torch.cuda.memory_allocated(device)
-    return max(left, 0) // bytes_per_block
+def bytes_left(config: CacheConfig, device: torch.device) -> int:
+    """What cache.gpu_memory_utilization leaves of a GPU as it is now."""
+    foreign, total = _foreign_bytes(device)
+    return int(config.gpu_memory_utilization * total) - foreign - torch.cuda.memory_allocated(device)
 
 
 def max_model_len(layout: CacheLayout, num_blocks: int, *, chunk: int, wanted: int | None, limit: int) -> int:
@@ -155,13 +157,16 @@ def out_of_memory(device: torch.device, advice: str) -> Iterator[None]:
 def _cuda_bytes_left(utilization: float, device: torch.device, profile: Profile) -> tuple[int, str]:
     """Bytes for the cache, and what limits them."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    # What others hold on this GPU is neither free nor ours.
-    foreign = total - free - torch.cuda.memory_reserved(device)
+    foreign, total = _foreign_bytes(device)
     limit = (
         f"cache.gpu_memory_utilization {utilization:g} of {total / _GIB:.1f} GiB "
         f"({profile.resident / _GIB:.2f} GiB hold the weights, {profile.step / _GIB:.2f} the largest step, "
         f"{profile.graphs / _GIB:.2f} CUDA graphs, {foreign / _GIB:.2f} CUDA itself and other processes)"
     )
-    logger.info("%s", limit)
     return int(total * utilization) - sum(profile) - foreign, limit
+
+
+def _foreign_bytes(device: torch.device) -> tuple[int, int]:
+    """Of a GPU's memory what is neither free nor torch's, and all of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device), total

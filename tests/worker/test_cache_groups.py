@@ -127,6 +127,31 @@ def test_blocks_and_tables_fill_what_there_is(limit, windows, available):
     assert taken(found + 1) > available
 
 
+@pytest.mark.parametrize(("free", "num_blocks"), [(10 << 20, 1791), (5 << 19, None)])
+def test_a_gpus_cache_leaves_room_for_tables(free, num_blocks, monkeypatch):
+    """Of 10 MiB nine tenths may be used, of which weights, the largest step and graphs take 1.5 and others what is not
+    free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    sizes = TableSizes(63, CacheLayout(16, [0]), 512, 1000)
+
+    def found():
+        return memory.num_blocks(
+            CacheConfig(gpu_memory_utilization=0.9),
+            bytes_per_block=4096,
+            num_workers=1,
+            device=torch.device("cuda"),
+            profile=lambda: memory.Profile(1 << 20, 1 << 19, 0),
+            tables=sizes,
+        )
+
+    if num_blocks is None:
+        with pytest.raises(ConfigError, match="leaves 0.00 GiB for the KV cache, but two blocks of it need"):
+            found()
+    else:
+        assert found() == num_blocks
+
+
 def test_a_table_takes_what_is_planned():
     sizes = TableSizes(63, CacheLayout(16, [0, 512]), 512, 1000)
     device = torch.device("cpu")
