@@ -109,7 +109,7 @@ def _parallel(args: argparse.Namespace, config: EngineConfig) -> ParallelConfig:
 def _rows(plan: Plan, config: EngineConfig, gpu: Gpu) -> dict[str, str]:
     utilization = config.cache.gpu_memory_utilization
     taken = (
-        f"{plan.table_bytes / _GIB:.1f} GiB for the rows' tables and (estimates) {plan.step_bytes / _GIB:.1f} for the "
+        f"{plan.table_bytes / _GIB:.1f} GiB for the request table and (estimates) {plan.step_bytes / _GIB:.1f} for the "
         f"largest step and {plan.cuda_bytes / _GIB:.1f} for CUDA"
     )
     if plan.problem is not None:

@@ -9,7 +9,9 @@ are drafts, which the step verifies.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from raylm.core.sampling import SamplingParams
@@ -193,11 +195,7 @@ class CacheLayout(NamedTuple):
 
     def longest(self, num_blocks: int, *, chunk: int, limit: int) -> int:
         """Tokens, up to `limit`, of the longest request that `num_blocks` blocks hold."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.blocks_for(middle, chunk=chunk) <= num_blocks else (low, middle - 1)
-        return low
+        return bisect_right(range(1, limit + 1), num_blocks, key=partial(self.blocks_for, chunk=chunk))
 
 
 class ModelInfo(NamedTuple):

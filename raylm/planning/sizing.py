@@ -87,7 +87,7 @@ class Plan:
     step_bytes: int
     """An estimate of the largest step's activations and logits, and of the rotary tables."""
     table_bytes: int
-    """The rows' tables, as long as the longest request."""
+    """The request table, for the longest request that the cache holds."""
     cuda_bytes: int
     cache_bytes: int
     """What is left for the cache on the fullest GPU; below 0 where the rest does not fit."""
@@ -148,7 +148,7 @@ class Sizing:
             for stage in stages
         )
         num_blocks = self._config.cache.num_blocks or fitting
-        table = tables.bytes(tables.longest(min(num_blocks, fitting)))
+        table = tables.bytes_for(min(num_blocks, fitting))
         left = [budget - stage.held - step - table - beside for stage in stages]
         per_request = whole.groups.layout.blocks_for(self._context, chunk=self._chunk)
         concurrency = max(num_blocks - 1, 0) / per_request

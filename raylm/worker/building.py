@@ -145,7 +145,7 @@ def _profile(
 ) -> memory.Profile:
     """Run the largest step there can be, with a cache just large enough for it, and capture the largest graphs."""
     budget, rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    # A table for requests that no cache beside it could hold may be too large for a trial.
+    # A request table for more tokens than any cache here could hold might not fit into memory itself.
     left = memory.bytes_left(config.cache, loaded.device)
     most = tables.blocks_beside(left, bytes_per_block=groups.block_bytes)
     max_len = max(tables.longest(most), min(tables.limit, groups.layout.block_size))

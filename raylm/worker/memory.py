@@ -26,7 +26,7 @@ class Profile(NamedTuple):
     """Bytes that a trial of the largest steps took on the GPU."""
 
     resident: int
-    """Weights, and what the runner keeps beside the rows' tables."""
+    """Weights, and what the runner keeps beside the request table."""
     step: int
     """What the largest step takes beside these and the cache."""
     graphs: int
@@ -54,7 +54,7 @@ def num_blocks(
     tables: TableSizes,
 ) -> int:
     """Blocks of one worker's cache: as configured, or as many as the memory left by a worst-case step holds beside the
-    rows' tables.
+    request table.
 
     `profile` runs that step. Raises ConfigError with the numbers when not even two blocks fit.
     """
@@ -63,9 +63,9 @@ def num_blocks(
     if device.type == "cuda":
         available, limit = _cuda_bytes_left(config.gpu_memory_utilization, device, profile())
         count = tables.blocks_beside(available, bytes_per_block=bytes_per_block)
-        taken = tables.bytes(tables.longest(count))
-        available -= taken
-        logger.info("%s; %.2f GiB hold the rows' tables", limit, taken / _GIB)
+        table = tables.bytes_for(count)
+        available -= table
+        logger.info("%s; %.2f GiB hold the request table", limit, table / _GIB)
     else:
         available = int(config.cpu_memory_gib / num_workers * _GIB)
         limit = f"cache.cpu_memory_gib {config.cpu_memory_gib:g}"
@@ -121,7 +121,7 @@ def describe(layout: CacheLayout, num_blocks: int, *, chunk: int, max_len: int) 
 def profile_steps(
     device: torch.device, *, step: Callable[[], object], graphs: Callable[[], None], graph_layers: int, beside: int
 ) -> Profile:
-    """Measure the largest step and the largest graphs on a GPU, where a trial's cache and tables take `beside` bytes.
+    """Measure the largest step and the largest graphs on a GPU. A trial's cache and request table take `beside` bytes.
 
     `step` runs the one, `graphs` captures the others, and `graph_layers` says how many layers all graphs that there may
     be have together.

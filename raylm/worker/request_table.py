@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ from raylm.worker.transfer import Uploader
 
 
 class TableSizes(NamedTuple):
-    """What a RequestTable takes on the device, but for a few numbers a row: it is as long as a request may be."""
+    """How much of the device's memory a RequestTable takes: its rows are as long as the longest request that the KV
+    cache holds."""
 
     max_rows: int
     layout: CacheLayout
@@ -26,21 +28,25 @@ class TableSizes(NamedTuple):
     """Tokens of a request at most, however large the cache."""
 
     def longest(self, num_blocks: int) -> int:
-        """Tokens of a request at most, beside a cache of so many blocks."""
+        """Tokens of the longest request that a cache of `num_blocks` blocks holds."""
         return self.layout.longest(num_blocks, chunk=self.chunk, limit=self.limit)
 
     def bytes(self, max_model_len: int) -> int:
+        """Bytes of a table for requests of `max_model_len` tokens: of token_ids and block_table, the rest is small."""
         columns = -(-max_model_len // self.layout.block_size)
         return (self.max_rows + 1) * (8 * max_model_len + 4 * len(self.layout.windows) * columns)
 
+    def bytes_for(self, num_blocks: int) -> int:
+        """Bytes of the table that goes with a cache of `num_blocks` blocks."""
+        return self.bytes(self.longest(num_blocks))
+
     def blocks_beside(self, available: int, *, bytes_per_block: int) -> int:
-        """The most blocks that so many bytes hold beside the table."""
-        low, high = 0, max(available, 0) // bytes_per_block
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = middle * bytes_per_block + self.bytes(self.longest(middle)) <= available
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
+        """The most blocks that fit into `available` bytes together with their table."""
+
+        def taken(num_blocks: int) -> int:
+            return num_blocks * bytes_per_block + self.bytes_for(num_blocks)
+
+        return bisect_right(range(1, max(available, 0) // bytes_per_block + 1), available, key=taken)
 
 
 class RequestTable:
