@@ -17,11 +17,14 @@ _COPIED_BYTES = 256 << 20
 
 
 def trial_plan(num_tokens: int, num_rows: int, layout: CacheLayout) -> StepPlan:
-    """A step that spreads `num_tokens` over at most `num_rows` new requests, all of which sample."""
+    """A step that spreads `num_tokens` over at most `num_rows` new requests, all of which sample and name the same
+    blocks: what they keep there is of no use, and a cache for it may be small."""
     num_rows = min(num_rows, num_tokens)
     lens = [num_tokens // num_rows + (i < num_tokens % num_rows) for i in range(num_rows)]
     sampling = RowSampling(SamplingParams(temperature=1.0, top_p=0.9))
-    return prompt_plan(0, [[0] * length for length in lens], sampling, layout)
+    plan = prompt_plan(0, [[0] * length for length in lens], sampling, layout)
+    longest = plan.new_blocks[0].block_ids
+    return plan._replace(new_blocks=[new._replace(block_ids=longest[: len(new.block_ids)]) for new in plan.new_blocks])
 
 
 def last_block(plan: StepPlan) -> int:

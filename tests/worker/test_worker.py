@@ -26,7 +26,7 @@ from raylm.model_files.source import locate
 from raylm.models.arch import ArchConfig
 from raylm.models.cache_spec import CacheSpec
 from raylm.ops import extension
-from raylm.worker import building, memory
+from raylm.worker import building, memory, trial
 from raylm.worker.building import Built, CacheSize, SamplingParts
 from raylm.worker.cache_groups import CacheGroups
 from raylm.worker.kv_store import KVStore
@@ -189,6 +189,13 @@ def test_block_0_holds_numbers_from_the_start(monkeypatch: pytest.MonkeyPatch) -
     assert len(caches) == 4
     for cache in caches:
         assert (cache[0] == 0).all() and cache[1:].isnan().all()
+
+
+@pytest.mark.parametrize(("tokens", "rows", "last"), [(8192, 1024, 1), (14, 4, 1), (41, 3, 4), (41, 1, 11), (2, 3, 1)])
+def test_a_trials_cache_is_small(tokens: int, rows: int, last: int) -> None:
+    plan = trial.trial_plan(tokens, rows, CacheLayout(4 if tokens < 100 else 16, [0, 8]))
+    assert plan.total_tokens == tokens and len(plan.new_blocks) == 2 * min(tokens, rows)
+    assert trial.last_block(plan) == last
 
 
 @pytest.mark.parametrize(("blocks", "longest"), [(20, 76), (1000, 512), (0, 4)])
