@@ -142,7 +142,7 @@ inline void check_attention(const Tensor& q, const Tensor& k_cache, const Tensor
 
 // token_ids [R, L] and a count of each of its rows.
 inline void check_table(const char* op, const Tensor& token_ids, const char* name, const Tensor& counts) {
-  Arg(op, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous();
+  Arg(op, "token_ids", token_ids).dtype({ScalarType::Int}).dim(2).last_contiguous();
   Arg(op, name, counts).dtype({ScalarType::Long}).dim(1).size(0, token_ids.size(0), "the rows of token_ids");
   Arg(op, name, counts).contiguous();
   if (token_ids.size(0) == 0) fail(op, "token_ids has no rows");

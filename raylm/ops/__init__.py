@@ -418,7 +418,7 @@ def penalize(
     presence: Tensor,
 ) -> Tensor:
     """A copy of logits [S, V], lower where a row repeats itself. Row s has the first seq_lens[s] tokens of
-    token_ids[rows[s]] (int64 [R, W]), of which the first prompt_lens[s] are its prompt and the others generated.
+    token_ids[rows[s]] (int32 [R, W]), of which the first prompt_lens[s] are its prompt and the others generated.
 
     A logit x of a token among them becomes x / repetition where x > 0, else x * repetition; of a token that was
     generated `count` > 0 times it then falls by frequency * count + presence. It is computed in float32 and is at most
@@ -443,7 +443,7 @@ def place(
 ) -> Placed:
     """All that a step reads of the counts and tables on the device, in one kernel.
 
-    The tables have R rows: num_computed int64 [R], token_ids int64 [R, L], block_table int32 [G, R, C]. Token t is
+    The tables have R rows: num_computed int64 [R], token_ids int32 [R, L], block_table int32 [G, R, C]. Token t is
     number offsets[t] of the step's tokens of row token_rows[t] (both int64 [T]); sequence s is row rows[s] (int64 [S])
     and computes query_start[s + 1] - query_start[s] tokens (int32 [S + 1]). Returns
 
@@ -472,7 +472,7 @@ def accept(
     """Verify drafts, write sampled tokens to the table and advance its counts, in place; returns how many of its
     sampled tokens each sequence keeps, int64 [S].
 
-    Sequence s is row rows[s] (int64 [S]) of token_ids int64 [R, L], num_known and num_computed int64 [R]. It computed
+    Sequence s is row rows[s] (int64 [S]) of token_ids int32 [R, L], num_known and num_computed int64 [R]. It computed
     q = query_start[s + 1] - query_start[s] tokens and has the m sampled tokens from sample_start[s] up to
     sample_start[s + 1] of `sampled` (int64 [M]; both starts int32 [S + 1]). m is 0 for a sequence that does not sample,
     else one more than its drafts, which stand in token_ids[row, known + j] for j < m - 1. It keeps the sampled tokens

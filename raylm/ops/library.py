@@ -235,8 +235,8 @@ def _placed(
 ) -> Placed:
     num_tokens, num_seqs = token_rows.shape[0], rows.shape[0]
     num_groups, _, columns = block_table.shape
-    ids, positions, following = (token_ids.new_empty(num_tokens) for _ in range(3))
-    slots = token_ids.new_empty(num_groups, num_tokens)
+    ids, positions, following = (token_rows.new_empty(num_tokens) for _ in range(3))
+    slots = token_rows.new_empty(num_groups, num_tokens)
     block_tables = block_table.new_empty(num_groups, num_seqs, columns)
     return Placed(ids, positions, following, slots, query_start.new_empty(num_seqs), block_tables)
 

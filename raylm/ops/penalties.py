@@ -37,7 +37,7 @@ def penalize(
         return out
     repetition, frequency, presence = (x[paying, None] for x in (repetition, frequency, presence))
     prompt_lens, seq_lens = prompt_lens[paying, None], seq_lens[paying, None]
-    tokens = token_ids[rows[paying], : int(seq_lens.max())]  # [paying, longest]
+    tokens = token_ids[rows[paying], : int(seq_lens.max())].long()  # [paying, longest]
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     is_token = (positions < seq_lens) & (tokens >= 0) & (tokens < logits.shape[1])
     # What is no token looks at token 0: where its count is 0, its logit stays.

@@ -42,7 +42,8 @@ def place(
     slots = block_ids.long() * block_size + positions % block_size
     seq_lens = (num_computed[rows] + query_start.diff()).clamp_(max=width)
     block_tables = block_table.index_select(1, rows)
-    return Placed(token_ids[token_rows, positions], positions, positions + 1, slots, seq_lens.int(), block_tables)
+    ids = token_ids[token_rows, positions].long()
+    return Placed(ids, positions, positions + 1, slots, seq_lens.int(), block_tables)
 
 
 def accept(
@@ -70,7 +71,7 @@ def accept(
         last = counts - 1
         cells = num_known[rows] + last
         writes = ~is_padding & (counts > 0) & (cells < width)
-        tokens = sampled[(first + last).clamp_(0, num_sampled - 1)]
+        tokens = sampled[(first + last).clamp_(0, num_sampled - 1)].int()
         tokens = torch.where(writes, tokens, token_ids[padding_row, 0])
         target = torch.where(writes, rows, padding_row), torch.where(writes, cells, 0)
         token_ids.index_put_(target, tokens)

@@ -143,7 +143,7 @@ class DraftRunner:
             max_seq_len=max_seq_len,
             arrivals=table.arrivals,
         )
-        token_ids = table.token_ids[token_rows, positions]
+        token_ids = table.token_ids[token_rows, positions].long()
         self._proposer.absorb(StepTokens(token_ids, token_rows, positions, rows, meta))
 
     def _catch_up(self, rows: np.ndarray, max_seq_len: int) -> None:

@@ -29,7 +29,7 @@ class Rows(Protocol):
     """The requests' rows on the device, as a proposer reads them; RequestTable has them. The last row is padding."""
 
     token_ids: Tensor
-    """int64 [rows, tokens]: drafts are written behind a row's known tokens."""
+    """int32 [rows, tokens]: drafts are written behind a row's known tokens."""
     block_table: Tensor
     """int32 [groups, rows, columns]."""
     num_known: Tensor
@@ -92,7 +92,7 @@ class DeviceProposer(ABC):
             cells = known + number
             writes = (counts > number) & (cells < width)
             # What is not written goes to the padding row's first cell, which keeps what it has.
-            values = torch.where(writes, tokens, token_ids[padding, 0])
+            values = torch.where(writes, tokens.int(), token_ids[padding, 0])
             token_ids.index_put_((torch.where(writes, rows, padding), torch.where(writes, cells, 0)), values)
 
 
@@ -153,7 +153,7 @@ class DraftModelProposer(DeviceProposer):
         ahead = self._ahead(rows, max_seq_len)
         last = self._rows.num_known.index_select(0, rows) - 1
         positions, meta = ahead.pairs_at(last, counts > 0)
-        known = self._rows.token_ids[rows.repeat_interleave(2), positions]
+        known = self._rows.token_ids[rows.repeat_interleave(2), positions].long()
         drafts = [self._likeliest(self._run(known, positions, meta)[1::2])]
         for number in range(1, most):
             positions, meta = ahead.at(last + number, counts > number)
@@ -212,7 +212,7 @@ class HeadProposer(DeviceProposer):
 
     def absorb(self, step: StepTokens) -> None:
         token_ids = self._rows.token_ids
-        following = token_ids[step.token_rows, (step.positions + 1).clamp_(max=token_ids.shape[1] - 1)]
+        following = token_ids[step.token_rows, (step.positions + 1).clamp_(max=token_ids.shape[1] - 1)].long()
         fused = self._fuse(self._taps.take(len(step.token_ids)))
         self._remember(following, fused, LayerInput(step.positions, self._caches[0], step.attention))
         start = step.attention.query_start.long()
@@ -225,7 +225,8 @@ class HeadProposer(DeviceProposer):
     def draft(self, rows: Tensor, counts: Tensor, most: int, *, max_seq_len: int) -> None:
         ahead = self._ahead(rows, max_seq_len)
         last = self._rows.num_known.index_select(0, rows) - 1
-        tokens, states, drafts = self._rows.token_ids[rows, last], self._states.index_select(0, rows), []
+        tokens, states = self._rows.token_ids[rows, last].long(), self._states.index_select(0, rows)
+        drafts = []
         for number in range(most):
             positions, meta = ahead.at(last - 1 + number, counts > number)
             normed, states = self._run(tokens, states, LayerInput(positions, self._caches[0], self._plan(meta)))

@@ -34,7 +34,7 @@ class TableSizes(NamedTuple):
     def bytes(self, max_model_len: int) -> int:
         """Bytes of a table for requests of `max_model_len` tokens: of token_ids and block_table, the rest is small."""
         columns = -(-max_model_len // self.layout.block_size)
-        return (self.max_rows + 1) * (8 * max_model_len + 4 * len(self.layout.windows) * columns)
+        return (self.max_rows + 1) * 4 * (max_model_len + len(self.layout.windows) * columns)
 
     def bytes_for(self, num_blocks: int) -> int:
         """Bytes of the table that goes with a cache of `num_blocks` blocks."""
@@ -52,7 +52,7 @@ class TableSizes(NamedTuple):
 class RequestTable:
     """Rows of the running requests.
 
-    On the device: token_ids [num_rows, max_model_len] int64; block_table [groups, num_rows, max_blocks] int32; how many
+    On the device: token_ids [num_rows, max_model_len] int32; block_table [groups, num_rows, max_blocks] int32; how many
     tokens of a row are known and computed, num_known and num_computed, [num_rows] int64. A step puts what it sampled
     straight into its rows and counts there, so the next step needs nothing from the host. Cells past a row's known
     tokens hold drafts, or nothing of use.
@@ -87,7 +87,7 @@ class RequestTable:
         self.upload = Uploader(device)
         # A model of one token still has the column that the padding row samples into.
         self._row_len = max(max_model_len, 2)
-        self.token_ids = torch.zeros(self.num_rows, self._row_len, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(self.num_rows, self._row_len, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(num_groups, self.num_rows, self.max_blocks, dtype=torch.int32, device=device)
         self.arrivals = torch.zeros(ops.MAX_ARRIVALS, dtype=torch.int32, device=device)
         """For the attention of steps, which come one after the other (ops.paged_attention)."""
@@ -137,7 +137,7 @@ class RequestTable:
 
     def next_tokens(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The tokens behind positions of rows, int64 [count] like both of them."""
-        return self.token_ids.view(-1).index_select(0, rows * self._row_len + positions + 1)
+        return self.token_ids.view(-1).index_select(0, rows * self._row_len + positions + 1).long()
 
     def _begin(self, new_rows: list[NewRow]) -> None:
         cells, values = [], []
@@ -148,7 +148,7 @@ class RequestTable:
             self.num_prompt[row] = new.sampling.num_prompt
             self.num_candidates[row] = new.sampling.num_candidates
             cells.append(np.arange(row * self._row_len, row * self._row_len + len(new.token_ids)))
-            values.append(np.array(new.token_ids, dtype=np.int64))
+            values.append(np.array(new.token_ids, dtype=np.int32))
         rows = np.array([new.row for new in new_rows])
         counts = self.known_bound[rows], self.computed_bound[rows]
         at, tokens, where, known, computed = self.upload(np.concatenate(cells), np.concatenate(values), rows, *counts)
@@ -175,7 +175,7 @@ class RequestTable:
         rows, token_ids = np.array(chosen, dtype=np.int64).T.copy()
         cells = rows * self._row_len + self.known_bound[rows]
         self.known_bound[rows] += 1
-        where, at, tokens, known = self.upload(rows, cells, token_ids, self.known_bound[rows])
+        where, at, tokens, known = self.upload(rows, cells, token_ids.astype(np.int32), self.known_bound[rows])
         self.token_ids.view(-1).index_copy_(0, at, tokens)
         self.num_known.index_copy_(0, where, known)
 
@@ -185,7 +185,7 @@ class RequestTable:
         rows = np.repeat(np.array([draft.row for draft in plan.drafts]), lens)
         firsts = np.array([draft.first for draft in plan.drafts])
         positions = np.arange(lens.sum()) + np.repeat(firsts - (np.cumsum(lens) - lens), lens)
-        values = np.concatenate([np.array(draft.token_ids, dtype=np.int64) for draft in plan.drafts])
+        values = np.concatenate([np.array(draft.token_ids, dtype=np.int32) for draft in plan.drafts])
         of, places, tokens = self.upload(rows, positions, values)
         # The padding row's second cell takes what must not be written.
         nowhere = self.padding_row * self._row_len + 1

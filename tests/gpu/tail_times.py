@@ -73,7 +73,7 @@ def over_logits(rows: int) -> dict[str, tuple[Callable[[Tensor], object], Callab
 def tables(rows: int) -> dict[str, tuple[Call, Call]]:
     """The same of what reads tables: a step in which each row has two drafts."""
     num_known = torch.full((rows + 1,), 1000, device="cuda")
-    token_ids = torch.zeros(rows + 1, 8192, dtype=torch.int64, device="cuda")
+    token_ids = torch.zeros(rows + 1, 8192, dtype=torch.int32, device="cuda")
     blocks = torch.zeros(1, rows + 1, 512, dtype=torch.int32, device="cuda")
     each = torch.arange(rows, device="cuda")
     starts = torch.arange(0, 3 * rows + 1, 3, device="cuda").int()

@@ -31,7 +31,7 @@ def arguments(case: list[tuple[int, int, int]], *, device: str = "cpu", padding:
     width = width or WIDTH + max(m for _, m, _ in case)
     known = torch.randint(10, WIDTH, (num_rows,), generator=drawn)
     computed = torch.randint(0, 10, (num_rows,), generator=drawn)
-    token_ids = torch.randint(1000, (num_rows, width), generator=drawn)
+    token_ids = torch.randint(1000, (num_rows, width), generator=drawn, dtype=torch.int32)
     rows = torch.randperm(num_rows - 1, generator=drawn)[: len(case)].tolist() + [num_rows - 1] * padding
     case = case + [(3, 3, 1)] * padding
     sampled = []
@@ -108,7 +108,7 @@ def test_nothing_past_the_table(op, device):
     given = arguments(CASES["drafts"], device=device, padding=2, width=WIDTH + 4)
     for room in range(4):
         given[1][:-1] = WIDTH + 4 - room
-        wide = torch.full((given[0].shape[0], WIDTH + 14), -5, device=device)
+        wide = torch.full((given[0].shape[0], WIDTH + 14), -5, dtype=torch.int32, device=device)
         wide[:, : WIDTH + 4] = given[0]
         counts = check(op("accept"), [wide[:, : WIDTH + 4], *given[1:]])
         assert max(counts) <= room + 1 and (wide[:, WIDTH + 4 :] == -5).all()
@@ -166,7 +166,7 @@ def test_bad_arguments_are_named(needs_cuda_extension):
         with pytest.raises(RuntimeError, match=match):
             torch.ops.raylm.accept(*(given | changed).values())
 
-    fails("accept: token_ids is int32, must be int64", token_ids=given["token_ids"].int())
+    fails("accept: token_ids is int64, must be int32", token_ids=given["token_ids"].long())
     fails("accept: num_known has size 3 in dimension 0, must have 8", num_known=given["num_known"][:3])
     fails("accept: num_computed is not on the CUDA device", num_computed=given["num_computed"].cpu())
     fails("accept: rows is int32, must be int64", rows=given["rows"].int())

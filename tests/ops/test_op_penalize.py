@@ -33,9 +33,9 @@ def arguments(vocab: int, *, dtype: torch.dtype = torch.float32, device: str = "
     count = len(SETTINGS)
     logits = (torch.randn(count, vocab, generator=drawn) * 4).to(dtype)
     # Few different ones, on both sides of every 8192.
-    pool = torch.tensor([0, vocab - 1, vocab // 2, 8191, 8192, 16_384, 7, 8190]).clamp(max=vocab - 1)
+    pool = torch.tensor([0, vocab - 1, vocab // 2, 8191, 8192, 16_384, 7, 8190]).clamp(max=vocab - 1).int()
     token_ids = pool[torch.randint(len(pool), (TABLE_ROWS, WIDTH), generator=drawn)]
-    token_ids[:, ::9] = torch.tensor([-1, vocab, 2**40, -(2**63), 2**63 - 1])[:, None]
+    token_ids[:, ::9] = torch.tensor([-1, vocab, 2**31 - 2, -(2**31), 2**31 - 1], dtype=torch.int32)[:, None]
     rows = torch.tensor([3, 0, 3, 1, 4, 3, 1])
     prompt_lens = torch.tensor([20, 33, 1, 40, 0, 17, 64])
     seq_lens = torch.tensor([60, 80, 2, 90, 70, 55, 64])
@@ -93,7 +93,7 @@ def test_only_what_a_row_has_counts(op, device):
 @pytest.mark.parametrize("prompt_len", [0, 11, 10_000])
 def test_counts_are_exact(op, device, prompt_len):
     """One token again and again, its neighbours once."""
-    tokens = torch.full((1, 10_000), 40, device=device)
+    tokens = torch.full((1, 10_000), 40, dtype=torch.int32, device=device)
     tokens[0, 10] = 39
     tokens[0, -1] = 41
     logits = torch.zeros(1, 50, device=device)
@@ -112,11 +112,12 @@ def test_rows_may_be_strided_and_unaligned(op, device, vocab):
     for dtype in (torch.float32, torch.bfloat16):
         given = arguments(vocab, dtype=dtype, device=device)
         expected = op("penalize")(*given)
-        for start, room in ((0, 8), (1, 7), (8, 8)):
-            wide = torch.full((len(SETTINGS), start + vocab + room), 9.0, dtype=dtype, device=device)
+        for start, rest in ((0, 8), (1, 7), (8, 8)):
+            wide = torch.full((len(SETTINGS), start + vocab + rest), 9.0, dtype=dtype, device=device)
             view = wide[:, start : start + vocab]
             view.copy_(given[0])
-            table = torch.full((TABLE_ROWS, WIDTH + start + 2), 3, device=device)[:, start : start + WIDTH]
+            room = (TABLE_ROWS, WIDTH + start + 2)
+            table = torch.full(room, 3, dtype=torch.int32, device=device)[:, start : start + WIDTH]
             table.copy_(given[1])
             assert same_bits(op("penalize")(view, table, *given[2:]), expected)
 
@@ -124,7 +125,7 @@ def test_rows_may_be_strided_and_unaligned(op, device, vocab):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_would_be_infinite_is_the_largest_number(op, device, dtype):
     logits = torch.tensor([[3.0, -2.0, 5.0, 0.0, float("-inf")]], dtype=dtype, device=device)
-    tokens = torch.arange(5, device=device)[None]
+    tokens = torch.arange(5, dtype=torch.int32, device=device)[None]
     lens = [torch.tensor([n], device=device) for n in (0, 5, 5)]
     penalties = [torch.tensor([x], device=device) for x in (1e-39, 0.0, 0.0)]
     out = op("penalize")(logits, tokens, *lens, *penalties)[0]
@@ -184,7 +185,7 @@ def test_bad_arguments_are_named(needs_cuda_extension):
     fails("penalize: logits has 1 dimensions, must have 2", logits=given["logits"][0])
     fails("penalize: logits is float64, must be float32 or", logits=given["logits"].double())
     fails("penalize: logits has stride 7 in its last dimension", logits=given["logits"].t().contiguous().t())
-    fails("penalize: token_ids is int32, must be int64", token_ids=given["token_ids"].int())
+    fails("penalize: token_ids is int64, must be int32", token_ids=given["token_ids"].long())
     fails("penalize: token_ids is not on the CUDA device of the first argument", token_ids=given["token_ids"].cpu())
     fails("penalize: rows is int32, must be int64", rows=given["rows"].int())
     fails("penalize: seq_lens has size 3 in dimension 0, must have 7", seq_lens=given["seq_lens"][:3])

@@ -19,7 +19,7 @@ def arguments(device: str = "cpu", query_lens: tuple[int, ...] = (1, 7, 3, 1, 1)
     """Sequences of rows that are not in order, the padding row twice at the end."""
     drawn = torch.Generator().manual_seed(len(query_lens) + sum(query_lens))
     num_computed = torch.tensor([13, 0, 47, 31, 16, 0])
-    token_ids = torch.randint(50_000, (ROWS, WIDTH), generator=drawn)
+    token_ids = torch.randint(50_000, (ROWS, WIDTH), generator=drawn, dtype=torch.int32)
     block_table = torch.randint(1000, (GROUPS, ROWS, COLUMNS), generator=drawn, dtype=torch.int32)
     rows = torch.tensor([3, 0, 2, 5, 5])[: len(query_lens)]
     lens = torch.tensor(query_lens, dtype=torch.int64)
@@ -89,7 +89,7 @@ def steps(draw: st.DrawFn) -> list:
     columns = draw(st.sampled_from([1, 2, 5, 255, 256, 257, 1023, 1024, 1025, 2500]))
     block_size = draw(st.sampled_from([1, 3, 16]))
     num_computed = torch.randint(-2, width + 3, (num_rows,), generator=drawn)
-    token_ids = torch.randint(50_000, (num_rows, width), generator=drawn)
+    token_ids = torch.randint(50_000, (num_rows, width), generator=drawn, dtype=torch.int32)
     block_table = torch.randint(2**31 - 1, (num_groups, num_rows, columns), generator=drawn, dtype=torch.int32)
     query_lens = draw(st.lists(st.integers(0, 6), max_size=12))
     rows = torch.tensor([draw(st.integers(0, num_rows - 1)) for _ in query_lens], dtype=torch.int64)
@@ -132,7 +132,7 @@ def test_positions_stay_in_the_tables(op, device):
 def test_tables_may_be_strided(op, device):
     given = arguments(device)
     expected = op("place")(*given)
-    wide = torch.full((ROWS, WIDTH + 9), -5, device=device)
+    wide = torch.full((ROWS, WIDTH + 9), -5, dtype=torch.int32, device=device)
     wide[:, 3 : 3 + WIDTH] = given[1]
     blocks = torch.full((GROUPS, ROWS + 2, COLUMNS + 3), -5, dtype=torch.int32, device=device)
     blocks[:, 1:-1, 2:-1] = given[2]

@@ -72,7 +72,7 @@ class Rig:
         arch = model.arch
         self.model = model
         self.rows = SimpleNamespace(
-            token_ids=torch.zeros(NUM_ROWS, MAX_TOKENS, dtype=torch.int64),
+            token_ids=torch.zeros(NUM_ROWS, MAX_TOKENS, dtype=torch.int32),
             block_table=torch.zeros(1, NUM_ROWS, COLUMNS, dtype=torch.int32),
             num_known=torch.ones(NUM_ROWS, dtype=torch.int64),
             num_computed=torch.zeros(NUM_ROWS, dtype=torch.int64),
@@ -135,7 +135,7 @@ class Rig:
             self._grow(row, self._computed(row) + num_tokens[row])
         where = [(row, self._computed(row) + i) for row in order for i in range(num_tokens[row])]
         token_rows, positions = (torch.tensor(part) for part in zip(*where, strict=True))
-        token_ids = self.rows.token_ids[token_rows, positions]
+        token_ids = self.rows.token_ids[token_rows, positions].long()
         blocks = self.rows.block_table[0]
         meta = AttentionMetadata(
             query_start=torch.tensor([0, *lens]).cumsum(0).int(),

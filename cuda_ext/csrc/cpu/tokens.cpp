@@ -35,7 +35,8 @@ Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor t
   Tensor slots = torch::stable::new_empty(token_rows, {num_groups, num_tokens});
   Tensor seq_lens = torch::stable::new_empty(query_start, {num_seqs});
   Tensor block_ids = torch::stable::new_empty(query_start, {num_groups, num_seqs, columns});
-  const int64_t *computed = num_computed.const_data_ptr<int64_t>(), *table = token_ids.const_data_ptr<int64_t>();
+  const int64_t* computed = num_computed.const_data_ptr<int64_t>();
+  const int32_t* table = token_ids.const_data_ptr<int32_t>();
   const int64_t *row_of = checked_indices(op, "token_rows", token_rows, num_rows);
   const int64_t *offset_of = offsets.const_data_ptr<int64_t>(), *sequences = checked_indices(op, "rows", rows, num_rows);
   const int32_t *blocks = block_table.const_data_ptr<int32_t>(), *starts = query_start.const_data_ptr<int32_t>();
@@ -62,7 +63,7 @@ Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor t
 }
 
 // How many of the drafts that begin at cell `known` of a row are what was sampled.
-int64_t equal_drafts(const int64_t* cells, int64_t known, int64_t width, const int64_t* sampled, int64_t drafts) {
+int64_t equal_drafts(const int32_t* cells, int64_t known, int64_t width, const int64_t* sampled, int64_t drafts) {
   int64_t equal = 0;
   while (equal < drafts && known + equal < width && cells[known + equal] == sampled[equal]) ++equal;
   return equal;
@@ -93,12 +94,12 @@ Tensor accept(Tensor token_ids, Tensor num_known, Tensor num_computed, Tensor ro
       count = std::min<int64_t>(length, 1);
       continue;
     }
-    int64_t* cells = integers(token_ids) + row * token_ids.stride(0);
+    int32_t* cells = token_ids.mutable_data_ptr<int32_t>() + row * token_ids.stride(0);
     int64_t& known = integers(num_known)[row];
     const int64_t* tokens = sampled.const_data_ptr<int64_t>() + samples[s];
     count = length > 0 ? equal_drafts(cells, known, width, tokens, length - 1) + 1 : 0;
     // The drafts that are kept stand in their cells already.
-    if (count > 0 && known + count - 1 < width) cells[known + count - 1] = tokens[count - 1];
+    if (count > 0 && known + count - 1 < width) cells[known + count - 1] = static_cast<int32_t>(tokens[count - 1]);
     known += count;
     integers(num_computed)[row] += queries[s + 1] - queries[s] - (length - count);
   }

@@ -11,7 +11,7 @@ void check(const Tensor& logits, const Tensor& token_ids, const std::pair<const 
   if (logits.size(1) > kMaxGridY * kPenalizeSlice) {
     fail(kPenalize, "logits has ", logits.size(1), " columns, must have at most ", kMaxGridY * kPenalizeSlice);
   }
-  Arg(kPenalize, "token_ids", token_ids).dtype({ScalarType::Long}).dim(2).last_contiguous().on_device_of(logits);
+  Arg(kPenalize, "token_ids", token_ids).dtype({ScalarType::Int}).dim(2).last_contiguous().on_device_of(logits);
   for (int i = 0; i < 6; ++i) {
     const auto& [name, tensor] = settings[i];
     Arg(kPenalize, name, *tensor).dtype({i < 3 ? ScalarType::Long : ScalarType::Float}).dim(1).contiguous();
@@ -40,7 +40,7 @@ Tensor penalize(Tensor logits, Tensor token_ids, Tensor rows, Tensor prompt_lens
                          logits.stride(0) % kVec<T> == 0 && vocab % kVec<T> == 0;
     const PenalizeParams<T> params{
         data<T>(logits), logits.stride(0), vocab,
-        data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0), token_ids.size(1),
+        data<int32_t>(token_ids), token_ids.stride(0), token_ids.size(0), token_ids.size(1),
         data<int64_t>(rows), data<int64_t>(prompt_lens), data<int64_t>(seq_lens),
         data<float>(repetition), data<float>(frequency), data<float>(presence), data<T>(out), vectors};
     launch(params, logits.size(0), current_stream(logits));

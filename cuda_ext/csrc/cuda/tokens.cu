@@ -49,7 +49,7 @@ Placed place(Tensor num_computed, Tensor token_ids, Tensor block_table, Tensor t
     const dim3 grid(place_blocks(token_blocks, num_groups, num_seqs, columns));
     const Guard guard(num_computed.get_device_index());
     const PlaceParams params{
-        data<int64_t>(num_computed), data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0),
+        data<int64_t>(num_computed), data<int32_t>(token_ids), token_ids.stride(0), token_ids.size(0),
         token_ids.size(1), data<int32_t>(block_table), block_table.stride(0), block_table.stride(1),
         columns, static_cast<int>(num_groups), block_size, data<int64_t>(token_rows),
         data<int64_t>(offsets), num_tokens, data<int64_t>(rows), data<int32_t>(query_start), num_seqs,
@@ -77,7 +77,7 @@ Tensor accept(Tensor token_ids, Tensor num_known, Tensor num_computed, Tensor ro
   if (num_seqs == 0) return counts;
   const Guard guard(token_ids.get_device_index());
   const AcceptParams params{
-      data<int64_t>(token_ids), token_ids.stride(0), token_ids.size(0), token_ids.size(1), data<int64_t>(num_known),
+      data<int32_t>(token_ids), token_ids.stride(0), token_ids.size(0), token_ids.size(1), data<int64_t>(num_known),
       data<int64_t>(num_computed), data<int64_t>(rows), data<int32_t>(query_start), data<int32_t>(sample_start),
       num_seqs, data<int64_t>(sampled), sampled.size(0), data<int64_t>(counts)};
   const dim3 grid(divide_up(num_seqs, kTokenThreads / kWarp));

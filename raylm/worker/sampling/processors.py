@@ -83,7 +83,7 @@ class Processors:
 
     def _run(self, name: str, processor: LogitsProcessor, logits: Tensor, of: LogitRows, indices: np.ndarray) -> None:
         (index,) = self._table.upload(indices)
-        token_ids = self._table.token_ids.index_select(0, of.table_rows.index_select(0, index))
+        token_ids = self._table.token_ids.index_select(0, of.table_rows.index_select(0, index)).long()
         try:
             changed = processor(logits.index_select(0, index), token_ids, of.positions.index_select(0, index))
             logits.index_copy_(0, index, changed.to(logits.dtype))

@@ -115,7 +115,7 @@ class Thinking:
         logits.index_copy_(0, asked.index, torch.where(is_over[:, None], left, own))
 
     def _completions(self, rows: Tensor, first: Tensor, num_generated: Tensor, width: int) -> Tensor:
-        """Generated tokens of rows, int64 [count, width]."""
+        """Generated tokens of rows, int32 [count, width]."""
         table = self._table.token_ids
         columns = torch.arange(width, device=table.device)
         cells = (first[:, None] + columns).clamp_(max=table.shape[1] - 1)

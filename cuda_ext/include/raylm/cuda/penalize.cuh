@@ -18,7 +18,7 @@ template <typename T>
 struct PenalizeParams {
   const T* logits;
   int64_t logits_stride, vocab;
-  const int64_t* token_ids;
+  const int32_t* token_ids;
   int64_t token_stride, table_rows, table_width;
   const int64_t *rows, *prompt_lens, *seq_lens;
   const float *repetition, *frequency, *presence;
@@ -45,11 +45,11 @@ struct Penalty {
 };
 
 // Counts the tokens begin ... end - 1 that lie in a slice, of which those before prompt_end are the prompt's.
-__device__ inline void count_tokens(uint32_t* counts, int64_t first, int size, const int64_t* tokens, int64_t begin,
+__device__ inline void count_tokens(uint32_t* counts, int64_t first, int size, const int32_t* tokens, int64_t begin,
                                     int64_t prompt_end, int64_t end) {
   constexpr int kBatch = 4;  // loads under way at a time
   for (int64_t base = begin + threadIdx.x; base < end; base += kBatch * kPenalizeThreads) {
-    int64_t held[kBatch];
+    int32_t held[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int64_t i = base + j * kPenalizeThreads;
@@ -58,7 +58,7 @@ __device__ inline void count_tokens(uint32_t* counts, int64_t first, int size, c
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       // What is no token of the slice, or none at all, is far out of its range: negative ones wrap.
-      const uint64_t at = static_cast<uint64_t>(held[j]) - static_cast<uint64_t>(first);
+      const uint64_t at = static_cast<uint64_t>(held[j] - first);
       if (at >= static_cast<uint64_t>(size)) continue;
       if (base + j * kPenalizeThreads < prompt_end) {
         atomicOr(counts + at, kInPrompt);

@@ -11,7 +11,7 @@ constexpr int kTokenThreads = 256;
 // Tables of the running requests: a row each, and the padding row last.
 struct PlaceParams {
   const int64_t* num_computed;
-  const int64_t* token_ids;
+  const int32_t* token_ids;
   int64_t token_stride, num_rows, width;
   const int32_t* block_table;
   int64_t group_stride, row_stride, columns;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTokenThreads) place_kernel(const __grid_const
 }
 
 struct AcceptParams {
-  int64_t* token_ids;
+  int32_t* token_ids;
   int64_t token_stride, num_rows, width;
   int64_t *num_known, *num_computed;
   const int64_t* rows;
@@ -93,7 +93,7 @@ struct AcceptParams {
 
 // How many of the first `count` drafts, in `cells` from `known` on, are the tokens sampled for them: up to the first that
 // is not, or has no cell. Called and answered by a whole warp.
-__device__ inline int64_t equal_drafts(const int64_t* cells, int64_t known, int64_t width, const int64_t* sampled,
+__device__ inline int64_t equal_drafts(const int32_t* cells, int64_t known, int64_t width, const int64_t* sampled,
                                        int64_t count) {
   for (int64_t base = 0; base < count; base += kWarp) {
     const int64_t j = base + threadIdx.x % kWarp;
@@ -119,14 +119,14 @@ __global__ void __launch_bounds__(kTokenThreads) accept_kernel(const __grid_cons
     if (first_lane) p.counts[s] = min(num, static_cast<int64_t>(1));
     return;
   }
-  int64_t* cells = p.token_ids + row * p.token_stride;
+  int32_t* cells = p.token_ids + row * p.token_stride;
   const int64_t known = p.num_known[row], *sampled = p.sampled + begin;
   const int64_t equal = equal_drafts(cells, known, p.width, sampled, num - 1);
   if (!first_lane) return;
   const int64_t count = num > 0 ? equal + 1 : 0;
   // The drafts that are kept stand in their cells already.
   const int64_t last = known + count - 1;
-  if (count > 0 && static_cast<uint64_t>(last) < static_cast<uint64_t>(p.width)) cells[last] = sampled[count - 1];
+  if (count > 0 && static_cast<uint64_t>(last) < static_cast<uint64_t>(p.width)) cells[last] = static_cast<int32_t>(sampled[count - 1]);
   p.counts[s] = count;
   p.num_known[row] = known + count;
   p.num_computed[row] += p.query_start[s + 1] - p.query_start[s] - (num - count);
