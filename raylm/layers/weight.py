@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylm import ops
+from raylm.layers.halves import in_halves_of_rows
 from raylm.layers.slots import BlockForm, OrderedForm, PatchForm, Slot, SlotName, empty_parameter, row_bytes
 
 Form = BlockForm | PatchForm | OrderedForm | torch.dtype
@@ -115,6 +116,8 @@ class PlainWeight(nn.Module):
         """x [T, columns] times the transpose, plus the bias: [T, rows]. Only a weight that `takes_scaled_rows` takes
         ScaledRows."""
         assert isinstance(x, Tensor)
+        if bias is None and (halves := in_halves_of_rows(x, self.values)) is not None:
+            return halves
         return ops.linear(x, self.values, bias, frozen=True)
 
     def gated_matmul(

@@ -8,7 +8,7 @@ import torch
 from raylm import ops
 from raylm.errors import ConfigError
 from raylm.layers.embedding import VocabParallelEmbedding
-from raylm.layers.halves import MAX_ROWS, MIN_ROWS, Halves, in_halves, room_for_tiles
+from raylm.layers.halves import MAX_ROWS, MIN_ROWS, Halves, in_halves, in_halves_of_rows, room_for_tiles
 from raylm.layers.heads import kv_heads_of_rank
 from raylm.layers.linear import (
     MIN_ROWS_TO_ADD,
@@ -20,6 +20,7 @@ from raylm.layers.linear import (
 from raylm.layers.norm import RMSNorm
 from raylm.layers.residual import ResidualStream
 from raylm.layers.slots import Loadable
+from raylm.layers.weight import Columns, Part, PlainWeight
 from raylm.parallel import collectives
 from raylm.parallel.context import ParallelContext
 
@@ -153,6 +154,24 @@ def test_some_rows_are_multiplied_in_halves_that_the_norm_adds(rows: int) -> Non
 
 def test_a_cpu_has_no_products_in_halves() -> None:
     assert in_halves(torch.ones(MIN_ROWS, 4096).half(), torch.ones(1, 1).half().expand(4096, 4096)) is None
+
+
+@pytest.mark.parametrize(("rows", "outputs"), [(320, 48), (448, 100), (576, 7), (384, 48), (192, 48), (640, 48)])
+def test_some_rows_are_multiplied_in_halves_of_them(rows: int, outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that leave half a tile of 128 rows, on any device that has room for tiles; x and weight may be cut."""
+    x, weight = torch.randn(rows, 72)[:, :64].bfloat16(), torch.randn(outputs + 1, 64)[1:].bfloat16()
+    assert in_halves_of_rows(x, weight) is None
+    monkeypatch.setattr("raylm.layers.halves.room_for_tiles", lambda device: 132)
+    found = in_halves_of_rows(x, weight)
+    assert (found is not None) == (rows in (320, 448, 576))
+    if found is not None:
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
+        layer = PlainWeight([Part(None, outputs, outputs, 0)], Columns.whole(64), dtype=torch.bfloat16, device=CPU)
+        layer.values.copy_(weight)
+        assert torch.equal(layer.matmul(x), found)
+        torch.testing.assert_close(layer.matmul(x, torch.ones(outputs).bfloat16()), found + 1, rtol=0.02, atol=0.02)
+    assert in_halves_of_rows(x, torch.zeros(1, 64).bfloat16().expand(128256, 64)) is None
+    assert in_halves_of_rows(x.float(), weight.float()) is None
 
 
 def test_halves_that_wait_are_part_of_the_stream() -> None:
