@@ -19,9 +19,10 @@ _TILE = 128
 _MIN_ELEMENTS = 4096 * 4096
 """Of a weight. Measured, us on an H200, whole and in halves: 4096 x 4096 with 96, 192 and 256 rows 15.2, 17.4, 16.9 and
 11.3, 12.5, 14.6; 4096 x 14336 37.6, 44.8, 51.0 and 31.6, 36.8, 46.2; with 384 rows 69.2 and 72.9."""
-_MOST_ROWS, _MOST_OUTPUTS = 576, 16384
-"""Of products in halves of the rows. Measured as above: 4096 x 14336 with 448 and 576 rows 98.1, 106.4 and 83.3, 101.4,
-with 384 and 640 76.3, 116.6 and 75.3, 115.8; a head of 128256 x 4096 with 448 rows 768 and 835."""
+_MOST_ROWS, _LEAST_ELEMENTS, _MOST_OUTPUTS = 576, 4096 * 2048, 10240
+"""Of products in halves of the rows: what was measured. As above: 4096 x 14336 with 448 and 576 rows 98.1, 106.4 and
+83.3, 101.4; 6144 x 4096 with 384, 576 and 640 28.2, 52.1, 48.9 and 31.5, 46.2, 51.9; a head of 128256 x 4096 with 448
+rows 768 and 835."""
 
 
 class Halves(NamedTuple):
@@ -49,11 +50,11 @@ def in_halves(x: Tensor, weight: Tensor) -> Halves | None:
 
 def in_halves_of_rows(x: Tensor, weight: Tensor) -> Tensor | None:
     """x [T, K] times the transpose of `weight` [N, K], both of 16 bits on a Hopper GPU: [T, N], computed as a batch of
-    two products. None elsewhere, and where halves are no faster."""
+    two products. None elsewhere, and for sizes of which most are no faster so."""
     rows, (out_size, in_size) = len(x), weight.shape
-    if not MAX_ROWS < rows <= _MOST_ROWS or rows % _TILE != _TILE // 2 or out_size > _MOST_OUTPUTS:
+    if not MAX_ROWS < rows <= _MOST_ROWS or rows % _TILE != _TILE // 2 or weight.itemsize != 2:
         return None
-    if weight.itemsize != 2 or not room_for_tiles(x.device):
+    if out_size > _MOST_OUTPUTS or weight.numel() < _LEAST_ELEMENTS or not room_for_tiles(x.device):
         return None
     return torch.bmm(x.view(2, rows // 2, in_size), weight.t().expand(2, in_size, out_size)).view(rows, out_size)
 

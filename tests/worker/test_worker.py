@@ -191,11 +191,13 @@ def test_block_0_holds_numbers_from_the_start(monkeypatch: pytest.MonkeyPatch) -
         assert (cache[0] == 0).all() and cache[1:].isnan().all()
 
 
-@pytest.mark.parametrize(("tokens", "rows", "last"), [(8192, 1024, 1), (14, 4, 1), (41, 3, 4), (41, 1, 11), (2, 3, 1)])
+@pytest.mark.parametrize(("tokens", "rows", "last"), [(8192, 1024, 1), (14, 4, 1), (33, 2, 5), (41, 1, 11), (2, 3, 1)])
 def test_a_trials_cache_is_small(tokens: int, rows: int, last: int) -> None:
-    plan = trial.trial_plan(tokens, rows, CacheLayout(4 if tokens < 100 else 16, [0, 8]))
+    size = 4 if tokens < 100 else 16
+    plan = trial.trial_plan(tokens, rows, CacheLayout(size, [0, 8]))
     assert plan.total_tokens == tokens and len(plan.new_blocks) == 2 * min(tokens, rows)
     assert trial.last_block(plan) == last
+    assert [len(new.block_ids) for new in plan.new_blocks[::2]] == [-(-count // size) for count in plan.num_tokens]
 
 
 @pytest.mark.parametrize(("blocks", "longest"), [(20, 76), (1000, 512), (0, 4)])

@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(kTokenThreads) accept_kernel(const __grid_cons
   const int64_t count = num > 0 ? equal + 1 : 0;
   // The drafts that are kept stand in their cells already.
   const int64_t last = known + count - 1;
-  if (count > 0 && static_cast<uint64_t>(last) < static_cast<uint64_t>(p.width)) cells[last] = static_cast<int32_t>(sampled[count - 1]);
+  if (count > 0 && static_cast<uint64_t>(last) < static_cast<uint64_t>(p.width)) {
+    cells[last] = static_cast<int32_t>(sampled[count - 1]);
+  }
   p.counts[s] = count;
   p.num_known[row] = known + count;
   p.num_computed[row] += p.query_start[s + 1] - p.query_start[s] - (num - count);
