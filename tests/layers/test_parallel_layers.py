@@ -26,6 +26,7 @@ from raylm.parallel.context import ParallelContext
 
 CPU = torch.device("cpu")
 F32 = torch.float32
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def contexts(size: int) -> list[ParallelContext]:
@@ -105,7 +106,7 @@ def test_row_shards_sum_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(low(x[:, :4]) + high(x[:, 4:]), whole(x))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA
 def test_many_rows_are_added_to_the_residual_in_the_product() -> None:
     one = ParallelContext.single(torch.device("cuda"))
     layer = RowParallelLinear(64, 32, bias=False, context=one, dtype=torch.bfloat16, norm_follows=True)
@@ -123,7 +124,7 @@ def test_many_rows_are_added_to_the_residual_in_the_product() -> None:
     assert ((residual.double() - expected).abs() <= 2**-8 * (exact.abs() + expected.abs())).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_CUDA
 @pytest.mark.parametrize("rows", [MIN_ROWS, 200, MAX_ROWS])
 def test_some_rows_are_multiplied_in_halves_that_the_norm_adds(rows: int) -> None:
     one, size, dtype = ParallelContext.single(torch.device("cuda")), 4096, torch.bfloat16
@@ -156,10 +157,14 @@ def test_a_cpu_has_no_products_in_halves() -> None:
     assert in_halves(torch.ones(MIN_ROWS, 4096).half(), torch.ones(1, 1).half().expand(4096, 4096)) is None
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=NEEDS_CUDA)], ids=str)
 @pytest.mark.parametrize("rows", [320, 448, 576, 384, 192, 640, 704])
-def test_some_rows_are_multiplied_in_halves_of_them(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_rows_are_multiplied_in_halves_of_them(
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that leave half a tile of 128 rows, on any device that has room for tiles; x and weight may be cut."""
-    x, weight = torch.randn(rows, 80)[:, :64].bfloat16(), torch.randn(49, 64)[1:].bfloat16()
+    x = torch.randn(rows, 80, device=device).bfloat16()[:, :64]
+    weight = torch.randn(49, 80, device=device).bfloat16()[1:, 8:72]
     assert in_halves_of_rows(x, weight) is None
     monkeypatch.setattr("raylm.layers.halves.room_for_tiles", lambda device: 132)
     assert in_halves_of_rows(x, weight) is None, "it is smaller than any that was measured"
@@ -167,8 +172,8 @@ def test_some_rows_are_multiplied_in_halves_of_them(rows: int, monkeypatch: pyte
     found = in_halves_of_rows(x, weight)
     assert (found is not None) == (rows in (320, 448, 576))
     if found is not None:
-        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight))
-    assert in_halves_of_rows(x, torch.zeros(1, 64).bfloat16().expand(128256, 64)) is None
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=2**-7, atol=1e-3)
+    assert in_halves_of_rows(x, weight[:1].expand(128256, 64)) is None
     assert in_halves_of_rows(x.float(), weight.float()) is None
 
 
