@@ -116,8 +116,8 @@ class PlainWeight(nn.Module):
         """x [T, columns] times the transpose, plus the bias: [T, rows]. Only a weight that `takes_scaled_rows` takes
         ScaledRows."""
         assert isinstance(x, Tensor)
-        if bias is None and (halves := in_halves_of_rows(x, self.values)) is not None:
-            return halves
+        if bias is None and (product := in_halves_of_rows(x, self.values)) is not None:
+            return product
         return ops.linear(x, self.values, bias, frozen=True)
 
     def gated_matmul(

@@ -14,7 +14,7 @@ if ! "$python" -c "import raylm_cuda" 2>/dev/null && command -v nvcc >/dev/null;
     "$python" -m pip install --no-index --no-deps --no-build-isolation ./cuda_ext
 fi
 # The references are small: with threads for all cores of a large host they take many times as long.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} "$python" -m pytest tests/gpu tests/ops tests/worker tests/parallel "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} "$python" -m pytest tests/gpu tests/ops tests/layers tests/worker tests/parallel "$@"
 [ "$results" = -t ] && exit
 
 folder=$(mktemp -d)

@@ -112,12 +112,12 @@ def test_rows_may_be_strided_and_unaligned(op, device, vocab):
     for dtype in (torch.float32, torch.bfloat16):
         given = arguments(vocab, dtype=dtype, device=device)
         expected = op("penalize")(*given)
-        for start, rest in ((0, 8), (1, 7), (8, 8)):
-            wide = torch.full((len(SETTINGS), start + vocab + rest), 9.0, dtype=dtype, device=device)
+        for start, room in ((0, 8), (1, 7), (8, 8)):
+            wide = torch.full((len(SETTINGS), start + vocab + room), 9.0, dtype=dtype, device=device)
             view = wide[:, start : start + vocab]
             view.copy_(given[0])
-            room = (TABLE_ROWS, WIDTH + start + 2)
-            table = torch.full(room, 3, dtype=torch.int32, device=device)[:, start : start + WIDTH]
+            table = torch.full((TABLE_ROWS, WIDTH + start + 2), 3, dtype=torch.int32, device=device)
+            table = table[:, start : start + WIDTH]
             table.copy_(given[1])
             assert same_bits(op("penalize")(view, table, *given[2:]), expected)
 
